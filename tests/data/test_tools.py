@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kuberoll_workers.data.tool_calls import (
     MAX_CALLS,
     ToolCalls,
     checked_call,
+    in_order_of_calls,
     message_fields,
     parse_tool_calls,
     without_thoughts,
@@ -24,6 +26,7 @@ from kuberoll_workers.data.tools import (
     template_messages,
     tool_call,
 )
+from kuberoll_workers.environments.outcome import MAX_MESSAGES
 from tests.examples import examples
 
 ADD: dict[str, Any] = {
@@ -192,14 +195,29 @@ def test_one_wrong_call_does_not_cost_the_others() -> None:
     assert [call.text for call in found.invalid] == ["{"]
 
 
-def test_the_number_of_calls_is_bounded() -> None:
-    found = parse_tool_calls('<tool_call>{"name": "f"}</tool_call>' * 200)
-    assert len(found.calls) == MAX_CALLS
-    assert [call.error for call in found.invalid] == [
-        "the response has more than 64 calls; this one and those after it were left out"
-    ]
-    found = parse_tool_calls("<tool_call>{</tool_call>" * 200)
-    assert (len(found.calls), len(found.invalid)) == (0, MAX_CALLS)
+@pytest.mark.parametrize("other", ['{"name": "f"}', "{"])
+def test_the_number_of_calls_is_bounded_so_that_all_can_be_answered(other: str) -> None:
+    found = parse_tool_calls(f'<tool_call>{{"name": "f"}}</tool_call><tool_call>{other}</tool_call>' * 100)
+    assert len(found) == MAX_CALLS == MAX_MESSAGES
+    assert found.invalid[-1].error == "the response has more than 64 calls; this one and those after it were left out"
+    assert len(message_fields(found, 1)["tool_calls"]) == (63 if other != "{" else 32)
+
+
+@given(st.lists(st.booleans(), max_size=12), st.randoms(use_true_random=False))
+def test_calls_and_their_answers_have_the_order_in_which_they_were_written(good: list[bool], draw: Random) -> None:
+    text = "".join(f'<tool_call>{{"name": "f{number}"{"}" * one}</tool_call>' for number, one in enumerate(good))
+    found = parse_tool_calls(text)
+    assert [isinstance(call, dict) for call in found.in_order()] == good
+    response = message_fields(found, 1)
+    ids = [f"call001{number:02d}" for number in range(1, len(good) + 1)]
+    answers: list[dict[str, str]] = [{"tool_call_id": name} for name in ids]
+    draw.shuffle(answers)
+    notes = [{"content": "note"}, {"tool_call_id": "another"}]
+    for note in notes:
+        answers.insert(draw.randint(0, len(answers)), note)
+    ordered = in_order_of_calls(response, answers)
+    assert [answer["tool_call_id"] for answer in ordered if answer.get("tool_call_id") in ids] == ids
+    assert [ordered.index(note) for note in notes] == [answers.index(note) for note in notes]
 
 
 @settings(max_examples=examples(200))
@@ -215,7 +233,7 @@ def test_the_number_of_calls_is_bounded() -> None:
 def test_any_text_is_read_and_what_is_made_of_it_can_be_stored(text: str) -> None:
     found = parse_tool_calls(text)
     opened = without_thoughts(text).count("<tool_call>")
-    assert len(found.calls) + len(found.invalid) == min(opened, 2 * MAX_CALLS)
+    assert len(found.calls) + len(found.invalid) == min(opened, MAX_CALLS)
     json.dumps(message_fields(found, 1))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
+import numpy
 import pytest
 from pydantic import Field
 
@@ -12,9 +13,10 @@ from kuberoll_workers.data.tool_calls import message_fields, parse_tool_calls
 from kuberoll_workers.environments import Episode, EpisodeStart, ToolEnvironment, tool
 from kuberoll_workers.environments.batches import ResetBatch, StepBatch
 from kuberoll_workers.environments.isolation import make_executor
-from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome, split_return, split_starts
+from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome, StepRaised, split_return, split_starts
 from kuberoll_workers.environments.registry import PlainSpec
 from tests.environments.calling import Shop
+from tests.rollouts.fakes import runners
 
 WANTED = {"wanted": {"pear": 2}}
 
@@ -136,6 +138,30 @@ def test_tools_may_end_an_episode_and_are_inherited() -> None:
     assert list(till.functions) == ["price", "buy", "pay"]
     outcome = split(till.step([log(call("pay"))], [{"wanted": None}]))
     assert (outcome.content, outcome.reward, outcome.terminated) == ('["paid"]', 1.0, True)
+
+
+@pytest.mark.parametrize("score", ["1.0 ", None, [1.0], {"reward": 1.0}, 1j])
+async def test_what_is_no_number_is_no_score(score: Any) -> None:
+    class Wrong(Shop):
+        def score(self, messages: Any, state: dict[str, Any]) -> Any:
+            return score if state["wanted"] else 1.0
+
+    logs, states = [log("Done."), log("Done.")], [WANTED, {"wanted": None}]
+    async with runners({"shop": Wrong({})}) as made:
+        wrong, right = await made["shop"].step_batch(logs, states)
+    assert isinstance(wrong, StepRaised)
+    assert "Wrong.score returned" in str(wrong)
+    assert isinstance(right, StepOutcome)
+    assert right.reward == 1.0
+
+
+@pytest.mark.parametrize("score", [1, True, numpy.float32(1), numpy.array(1.0)])
+def test_every_number_is_a_score(score: Any) -> None:
+    class Right(Shop):
+        def score(self, messages: Any, state: dict[str, Any]) -> Any:
+            return score
+
+    assert split(Right({}).step([log("Done.")], [WANTED])).reward == 1.0
 
 
 def test_a_class_that_makes_no_schema_says_why() -> None:

@@ -168,6 +168,38 @@ async def test_a_malformed_call_is_an_observation() -> None:
     assert record.messages[1].fields["invalid_tool_calls"][0]["text"] == "{price pear}"
 
 
+async def test_answers_have_the_order_of_the_calls_whatever_came_first() -> None:
+    of = model("qwen2.5")
+    wrong = "<tool_call>\n{price pear}\n</tool_call>"
+    record, turns = await play(of, Model(of, [f"{wrong}{BUY}{wrong}", "Done."]), task(of))
+    assert [message.fields["tool_call_id"] for message in record.messages[2:5]] == [
+        "call00101", "call00102", "call00103",
+    ]  # fmt: skip
+    assert [message.content[:19] for message in record.messages[2:5]] == [
+        "Error: this call ca", "2 x pear", "Error: this call ca",
+    ]  # fmt: skip
+    assert [call["id"] for call in record.messages[1].fields["tool_calls"]] == ["call00102"]
+    again, _ = await play(of, Model(of, ["", "Done."]), task(of, partial=Partial(turns)))
+    assert again.messages == record.messages
+
+
+async def test_a_custom_environment_s_answers_have_the_order_of_the_calls() -> None:
+    of = model("qwen2.5")
+
+    class Backwards(CountingEnvironment):
+        def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+            returned = super().step(logs, metadata)
+            calls = logs[0][-1].get("tool_calls", [])
+            answers = [{"role": "tool", "tool_call_id": call["id"], "content": call["id"]} for call in calls[::-1]]
+            note = {"role": "user", "content": "note"}
+            return returned._replace(observations=[[answers[0], note, *answers[1:]]] if answers else [[note]])
+
+    wanted = task(of, tools=[LOOK], metadata={"turns": 2})
+    record, _ = await play(of, Model(of, [PRICE * 3, "Done."]), wanted, Backwards())
+    said = [message.content for message in record.messages[2:6]]
+    assert said == ["call00101", "note", "call00102", "call00103"]
+
+
 async def test_without_tools_nothing_is_parsed_or_stored() -> None:
     of = model("qwen2.5")
 
@@ -229,7 +261,7 @@ async def test_a_resumed_trajectory_is_the_same(recovery: str) -> None:
 
 async def test_the_engine_s_calls_count_where_it_parses_them() -> None:
     of = model("qwen2.5")
-    parsed = ToolCalls([checked_call("buy", {"item": "pear", "count": 2})], [UnreadableCall("[", "no call")])
+    parsed = ToolCalls([checked_call("buy", {"item": "pear", "count": 2})], [UnreadableCall("[", "no call", 1)])
     policy = Model(of, ["[buy(pear, 2)] [", "Done."], calls=[parsed, ToolCalls()])
     record, _ = await play(of, policy, task(of), engine_parses_calls=True)
     assert record.total_reward == 1.0

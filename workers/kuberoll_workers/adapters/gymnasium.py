@@ -185,7 +185,7 @@ class GymnasiumEnvironment(EpisodicEnvironment[Any]):
         return Turn(
             observation=f"\n{self._observe(observation, game)}\n",
             metadata={**state, "steps": state["steps"] + 1, **outcome},
-            reward=float(reward),
+            reward=reward,
             terminated=over,
             stop_strings=None if over else _STOP_STRINGS,
         )

@@ -16,6 +16,7 @@ from kuberoll_workers.adapters.http import CONNECT_SECONDS, Answer, ServerError,
 from kuberoll_workers.adapters.nemo_gym_steps import SteppedEpisodes
 from kuberoll_workers.adapters.presence import Presence
 from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
+from kuberoll_workers.data.tool_calls import in_order_of_calls
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.interface import (
     ChatMessage,
@@ -175,6 +176,7 @@ class NemoGymEnvironment(EnvironmentInterface):
         for call in log[-1].get("invalid_tool_calls") or ():
             content = orjson.dumps({"error": f"Invalid tool call: {call['error']}"}).decode()
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+        answers = in_order_of_calls(log[-1], answers)
         state = {**state, "cookies": cookies, "turns_left": state["turns_left"] - 1}
         observation: Any = answers or {"role": "environment", "content": ""}
         if answers and state["turns_left"] > 0:

@@ -131,7 +131,8 @@ class ReasoningGymEnvironment(TurnEnvironment):
 
     def _score(self, answer: str | None, entry: dict[str, Any]) -> float:
         try:
-            return float(self._verifier.score_answer(answer, entry))
+            score: float = self._verifier.score_answer(answer, entry)
+            return score
         except Exception:
             # The answer is at fault if the verifier can score the entry's own.
             try:

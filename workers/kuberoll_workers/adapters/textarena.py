@@ -138,7 +138,7 @@ class TextArenaEnvironment(EpisodicEnvironment[Game]):
         return Turn(
             "\n" + "".join(f"{text}\n" for text in (shown, reason) if text),
             {**state, **end},
-            reward=float(rewards[_PLAYER]),
+            reward=rewards[_PLAYER],
             terminated=True,
         )
 

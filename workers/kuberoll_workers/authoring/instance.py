@@ -125,7 +125,9 @@ class Play:
 
     def add(self, outcome: StepOutcome) -> None:
         # Not the log of the step, which the environment may have changed.
-        self.log = [*self.log, self._response(), *outcome.observation]
+        response = self._response()
+        outcome = outcome.in_order_of_calls(response)
+        self.log = [*self.log, response, *outcome.observation]
         if outcome.metadata is not None:
             self.metadata = outcome.metadata
         self.outcomes.append(outcome)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kuberoll_workers.data.plain import NotPlain, plain, printable, unicode_text
 from kuberoll_workers.data.tools import MAX_NAME, ToolCall, tool_call
@@ -20,6 +20,7 @@ _SHOWN = 2000
 # Special tokens that end a response, such as <|im_end|>.
 _END_TOKENS = re.compile(r"(\s*<[^<>\s]{1,64}>)*\s*")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_Answer = TypeVar("_Answer", bound=Mapping[str, Any])
 
 
 class InvalidCall(ValueError):
@@ -33,10 +34,12 @@ class UnreadableCall:
     Attributes:
         text: What the policy wrote, perhaps shortened.
         error: What is wrong with it.
+        place: Its place among all calls of the response, from 0.
     """
 
     text: str
     error: str
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,13 @@ class ToolCalls:
     def __bool__(self) -> bool:
         return bool(self.calls or self.invalid)
 
+    def __len__(self) -> int:
+        return len(self.calls) + len(self.invalid)
+
+    def in_order(self) -> list[ToolCall | UnreadableCall]:
+        """All calls in the order in which the policy wrote them."""
+        return _merged(self.calls, self.invalid, [call.place for call in self.invalid])
+
 
 def parse_tool_calls(text: str) -> ToolCalls:
     """Calls in a response of models that write them as Hermes and Qwen do.
@@ -69,7 +79,7 @@ def parse_tool_calls(text: str) -> ToolCalls:
         try:
             found.calls.append(_call(body, closed=closed))
         except InvalidCall as error:
-            found.invalid.append(unreadable(body.strip(), str(error)))
+            found.invalid.append(unreadable(body.strip(), str(error), len(found)))
     return limited(with_text(found, text, said.partition(_OPEN)[0]))
 
 
@@ -85,21 +95,23 @@ def with_text(found: ToolCalls, text: str, said: str) -> ToolCalls:
 
 
 def limited(found: ToolCalls) -> ToolCalls:
-    """The first `MAX_CALLS` calls; one more that is invalid says that there were others."""
-    if len(found.calls) <= MAX_CALLS and len(found.invalid) <= MAX_CALLS:
+    """At most `MAX_CALLS` calls; if there are more, the last one is invalid and says so."""
+    if len(found) <= MAX_CALLS:
         return found
     error = f"the response has more than {MAX_CALLS} calls; this one and those after it were left out"
-    invalid = found.invalid[: MAX_CALLS - 1]
-    if len(found.calls) > MAX_CALLS:
-        invalid.append(unreadable(json.dumps(found.calls[MAX_CALLS], ensure_ascii=False), error))
-    else:
-        invalid.append(replace(found.invalid[MAX_CALLS - 1], error=error))
-    return replace(found, calls=found.calls[:MAX_CALLS], invalid=invalid)
+    kept = found.in_order()[:MAX_CALLS]
+    last = kept.pop()
+    text = last.text if isinstance(last, UnreadableCall) else json.dumps(last, ensure_ascii=False)
+    return replace(
+        found,
+        calls=[call for call in kept if not isinstance(call, UnreadableCall)],
+        invalid=[call for call in kept if isinstance(call, UnreadableCall)] + [unreadable(text, error, len(kept))],
+    )
 
 
-def unreadable(text: str, error: str) -> UnreadableCall:
+def unreadable(text: str, error: str, place: int) -> UnreadableCall:
     """A call that cannot be read, its text of bounded length."""
-    return UnreadableCall(printable(text, _SHOWN), printable(error, _SHOWN))
+    return UnreadableCall(printable(text, _SHOWN), printable(error, _SHOWN), place)
 
 
 def without_thoughts(text: str) -> str:
@@ -156,28 +168,55 @@ def message_fields(found: ToolCalls, turn: int) -> dict[str, Any]:
     """
     if not found:
         return {}
-    numbers = iter(range(1, len(found.calls) + len(found.invalid) + 1))
     fields: dict[str, Any] = {}
     taken: set[str] = set()
 
-    def identity(written: Any = None) -> str:
-        own = call_id(turn, next(numbers))
+    def identity(number: int, written: Any = None) -> str:
         kept = isinstance(written, str) and _ID.fullmatch(written) and written not in taken
-        chosen = written if kept else own
+        chosen = written if kept else call_id(turn, number + 1)
         taken.add(chosen)
         return chosen
 
-    if found.calls:
-        fields["tool_calls"] = [
-            {"id": identity(call.get("id")), "type": "function", "function": call["function"]} for call in found.calls
-        ]
-        if found.text is not None:
-            fields["text"] = found.text
-    if found.invalid:
-        fields["invalid_tool_calls"] = [
-            {"id": identity(), "text": call.text, "error": call.error} for call in found.invalid
-        ]
+    for place, call in enumerate(found.in_order()):
+        if isinstance(call, UnreadableCall):
+            wrong = {"id": identity(place), "text": call.text, "error": call.error, "place": place}
+            fields.setdefault("invalid_tool_calls", []).append(wrong)
+        else:
+            called = {"id": identity(place, call.get("id")), "type": "function", "function": call["function"]}
+            fields.setdefault("tool_calls", []).append(called)
+    if found.calls and found.text is not None:
+        fields["text"] = found.text
     return fields
+
+
+def in_order_of_calls(response: Mapping[str, Any], answers: Sequence[_Answer]) -> list[_Answer]:
+    """The answers to a response's calls in the order in which the policy wrote these.
+
+    Templates and trainers pair answers with calls by their order. Messages that answer none of the calls keep their
+    places.
+
+    Args:
+        response: The response's chat message.
+        answers: The environment's messages.
+    """
+    calls, invalid = response.get("tool_calls") or [], response.get("invalid_tool_calls") or []
+    written = _merged(calls, invalid, [call.get("place", len(calls)) for call in invalid])
+    places = {call["id"]: place for place, call in enumerate(written)}
+    own = [number for number, answer in enumerate(answers) if answer.get("tool_call_id") in places]
+    ordered = list(answers)
+    for number, answer in zip(
+        own, sorted((answers[number] for number in own), key=lambda answer: places[answer["tool_call_id"]]), strict=True
+    ):
+        ordered[number] = answer
+    return ordered
+
+
+def _merged(calls: Sequence[Any], invalid: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """Calls that can be read, with the others at their places."""
+    merged = list(calls)
+    for place, call in sorted(zip(places, invalid, strict=True), key=lambda item: item[0]):
+        merged.insert(place, call)
+    return merged
 
 
 def _bodies(text: str) -> Iterator[tuple[str, bool]]:

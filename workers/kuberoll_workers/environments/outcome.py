@@ -9,6 +9,7 @@ from typing import Any
 
 from kuberoll_workers.data.messages import ANSWER_FIELDS
 from kuberoll_workers.data.plain import NotPlain, message_of, plain, printable, repr_of, unicode_text
+from kuberoll_workers.data.tool_calls import in_order_of_calls
 from kuberoll_workers.data.tools import InvalidTools, Tool, checked_tools
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.interface import ChatMessage, EpisodeStart, GroupScore, Metadata, UnusableRow
@@ -91,6 +92,13 @@ class StepOutcome:
     def observation(self) -> tuple[ChatMessage, ...]:
         """The observation's chat messages, at least one."""
         return self.messages or ({"role": self.role, "content": self.content},)
+
+    def in_order_of_calls(self, response: ChatMessage) -> StepOutcome:
+        """The outcome with its answers to a response's calls in their order, whatever came first."""
+        if len(self.messages) < 2:
+            return self
+        messages = tuple(in_order_of_calls(response, self.messages))
+        return dataclasses.replace(self, role=messages[-1]["role"], content=messages[-1]["content"], messages=messages)
 
 
 class Outcomes(list[StepOutcome | EnvironmentFault]):

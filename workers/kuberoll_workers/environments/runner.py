@@ -144,7 +144,7 @@ class EnvironmentRunner:
         else:
             item = StepItem(log, metadata, episode if self.hooks.stateful else None)
             outcome = await opened.call(opened.batcher.call(StepBatch, item, hung=hung))
-        return outcome
+        return outcome.in_order_of_calls(log[-1]) if log else outcome
 
     async def step_batch(
         self, logs: Sequence[list[ChatMessage]], metadata: Sequence[Metadata]

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from kuberoll_workers.data.plain import repr_of
+from kuberoll_workers.data.tool_calls import in_order_of_calls
 from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.environments.interface import (
     ChatMessage,
@@ -151,13 +153,20 @@ class ToolEnvironment(EnvironmentInterface):
             answers = answer_calls(log[-1], functools.partial(self._call, state))
             end = not answers or self.ended(state)
             observations.append(answers or {"role": "environment", "content": ""})
-            rewards.append(float(self.score(log, state)) if end else 0.0)
+            rewards.append(self._scored(log, state) if end else 0.0)
             states.append(state)
             ends.append(end)
         return EnvironmentReturn(observations, states, None, rewards, ends)
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         return batch, {}
+
+    def _scored(self, log: Sequence[ChatMessage], state: dict[str, Any]) -> Any:
+        score = self.score(log, state)
+        # A text is no number, even if `float` would read it; an array's element is one.
+        if not isinstance(score.tolist() if hasattr(score, "tolist") else score, int | float):
+            raise TypeError(f"{type(self).__name__}.score returned {repr_of(score)}; it must return a number")
+        return score
 
     def _call(self, state: dict[str, Any], name: str, arguments: Mapping[str, Any]) -> str:
         function = self.functions.get(name)
@@ -180,7 +189,8 @@ def answer_calls(message: ChatMessage, call: Callable[[str, Mapping[str, Any]], 
         except ToolError as error:
             content = f"Error: {error}"
         answers.append({"role": "tool", "tool_call_id": one["id"], "name": function["name"], "content": content})
-    return [*answers, *map(unreadable_answer, message.get("invalid_tool_calls") or ())]
+    answers += map(unreadable_answer, message.get("invalid_tool_calls") or ())
+    return in_order_of_calls(message, answers)
 
 
 def unreadable_answer(call: Mapping[str, Any]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 from kuberoll_workers.data.tool_calls import (
     InvalidCall,
     ToolCalls,
+    UnreadableCall,
     checked_call,
     limited,
     parse_tool_calls,
@@ -79,14 +80,14 @@ class ToolParser:
             found, content, beginnings = self._extract(text, tools)
         except Exception as error:
             # A parser may stumble over anything that a policy writes.
-            return ToolCalls(invalid=[unreadable(text, f"it cannot be read: {type(error).__name__}: {error}")])
+            return ToolCalls(invalid=[unreadable(text, f"it cannot be read: {type(error).__name__}: {error}", 0)])
         calls = ToolCalls()
         for call in found:
             function = call.function
             try:
                 made = checked_call(function.name, function.arguments)
             except InvalidCall as error:
-                calls.invalid.append(unreadable(f"{function.name}: {function.arguments}", str(error)))
+                calls.invalid.append(unreadable(f"{function.name}: {function.arguments}", str(error), len(calls)))
                 continue
             # Random where the policy wrote none.
             calls.calls.append({**made, "id": call.id} if call.id and call.id in text else made)
@@ -117,6 +118,9 @@ def _unread(text: str) -> list[Any]:
     """Calls that a parser gave up on, with reasons where they are known."""
     plain = parse_tool_calls(text)
     if not plain.invalid:
-        return [unreadable(text, "it is not a call in the model's format")]
+        return [unreadable(text, "it is not a call in the model's format", 0)]
     other = "another call of this response cannot be read, so none was made"
-    return [*plain.invalid, *(unreadable(str(call["function"]), other) for call in plain.calls)]
+    return [
+        call if isinstance(call, UnreadableCall) else unreadable(str(call["function"]), other, place)
+        for place, call in enumerate(plain.in_order())
+    ]
