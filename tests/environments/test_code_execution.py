@@ -131,6 +131,21 @@ RIGHT = [
     ({"tests": ["assert f() == ({1, 2}, {1: (2, b'x')}, 1j, None, True)"]},
      "def f(): return {1, 2}, {1: (2, b'x')}, 1j, None, True"),
     ({"tests": ["import numpy as np\nassert np.allclose(f(np.ones(3)), [2, 2, 2])"]}, "def f(x): return x * 2"),
+    # As LeetCode takes it: its names are there without imports, and give way to the code's own.
+    (APPS_CALLS, "class Solution:\n    def twice(self, x: Union[int, List[int]]) -> Optional[Any]:\n"
+     "        assert Counter('aab')['a'] == 2 and math.floor(inf) if False else True\n        return x * 2"),
+    (APPS_CALLS, "@lru_cache(None)\ndef two(n): return n if n < inf else gcd(1, 2)\n"
+     "def twice(x):\n    heap = []\n    heappush(heap, two(2))\n    return x * heap[0]"),
+    (APPS_CALLS, "def gcd(x): return x * 2\ndef twice(x): return gcd(x)"),
+    ({"tests": ["assert pow(2, 3, 5) == 3"]}, "import builtins\ndef pow(a, b, c): return builtins.pow(a, b, c)"),
+    # Classes that tests ask for behave as they like; other objects are looked through.
+    ({"tests": ["s = Bag()\ns.add(3)\nassert 3 in s and 4 not in s"]},
+     "class Bag:\n    def __init__(self): self.held = []\n    def add(self, x): self.held.append(x)\n"
+     "    def __contains__(self, x): return x in self.held"),
+    ({"tests": ["assert 3 in f(2) and 9 not in f(2)"]},
+     "class Some:\n    def __iter__(self): return iter([1, 2, 3])\ndef f(x): return Some()"),
+    ({"tests": ["assert decode(encode('x')) == 'x'"]}, "def encode(x): return x + '!'\ndef decode(x): return x[:-1]"),
+    ({"tests": ["def test_f():\n    assert f(2) == 4\n\n\ndef test_g():\n    assert f(3) == 9"]}, "def f(x): return x * x"),
 ]  # fmt: skip
 
 
@@ -190,6 +205,13 @@ WRONG = [
      "def truncate_number(number): return F(7)"),
     (APPS_CALLS, f"{EQUAL}def twice(x): return Equal()"),
     (APPS, "print('Correct. All tests passed'); import os; os._exit(0)"),
+    ({"tests": ["assert 3 in f(2)"]}, "class Yes:\n    def __contains__(self, x): return True\ndef f(x): return Yes()"),
+    ({"tests": ["assert 3 in f(2)"]}, "class f:\n    def __init__(self, x): pass\n    def __contains__(self, x): return True"),
+    ({"tests": ["assert 3 in f(2).all"]}, "class Yes:\n    def __contains__(self, x): return True\n"
+     "    def __getattr__(self, name): return Yes()\ndef f(x): return Yes()"),
+    ({"tests": ["assert f(2).total() == 471"]}, "class Yes:\n    def __getattr__(self, name): return lambda *a: Yes()\n"
+     "    def __eq__(self, other): return True\n    def __call__(self): return self\ndef f(x): return Yes()"),
+    ({"tests": ["def test_f():\n    assert f(2) == 4"]}, "def f(x): return 5"),
     (APPS, "import sys\nprint(open('main.py').read(), sys.argv, __file__)"),
 ]  # fmt: skip
 
@@ -215,6 +237,34 @@ def test_a_helper_of_the_tests_is_not_the_policys(environment: CodeExecutionEnvi
     assert graded(environment, "def find_zero(xs): return -xs[0] / xs[1]", **row)[0] == 1.0
     with pytest.raises(UnusableRow, match="the tests use poly, which setup must define"):
         graded(environment, cheat, test=row["test"], entry_point="find_zero")
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["assertEqual(f(2), 4)", "assert close(f(2), 4)", "assert not differs(4, f(2))", "self.assertEqual(f(2), second=4)",
+     "check(want=f(2), got=4)", "assert True and close(f(2), 4)"],
+)  # fmt: skip
+def test_the_code_does_not_judge_itself(environment: CodeExecutionEnvironment, test: str) -> None:
+    code = "def f(x): return 0\nassertEqual = close = check = lambda *a, **k: True\ndiffers = lambda *a: False\n"
+    code += "class self:\n    def assertEqual(*a, **k): pass\n"
+    with pytest.raises(UnusableRow, match="decides the tests, so setup must define it"):
+        graded(environment, code, tests=[test])
+    helpers = "def assertEqual(a, b): assert a == b\ndef close(a, b): return abs(a - b) < 1\ndef differs(a, b): return a != b\n"
+    helpers += (
+        "def check(want, got): assert want == got\nclass self:\n    def assertEqual(a, second): assert a == second\n"
+    )
+    assert graded(environment, code, tests=[test], setup=helpers)[0] == 0.0
+    assert graded(environment, "def f(x): return 4", tests=[test], setup=helpers)[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["x = f(2) == 4", "def case():\n    assert f(2) == 4", "f(2) == 4", "",
+     "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(2), 4)"],
+)  # fmt: skip
+def test_tests_that_test_nothing_are_the_rows_fault(environment: CodeExecutionEnvironment, test: str) -> None:
+    with pytest.raises(UnusableRow, match="tests nothing"):
+        graded(environment, "def f(x): return 0", tests=["assert f(1) == 0", test])
 
 
 @pytest.mark.slow

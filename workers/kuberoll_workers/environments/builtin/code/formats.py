@@ -115,14 +115,31 @@ def setup_of(state: Mapping[str, Any]) -> str:
 
 def _python(state: Mapping[str, Any], key: str, tests: list[str], function: str | None) -> PythonTests:
     for text in tests:
-        _parsed(state, key, text)
+        if not _decides(_parsed(state, key, text)):
+            raise _unusable(
+                state,
+                key,
+                text,
+                "it tests nothing: it needs an assert, a call, or functions check or test_… that have one",
+            )
     # Other tests name the function themselves.
     return PythonTests(tests, function if any("candidate" in text for text in tests) else None)
 
 
-def _parsed(state: Mapping[str, Any], key: str, text: str) -> None:
+def _decides(node: ast.AST) -> bool:
+    """True if something that runs can tell right code from wrong code; functions run if they are tests."""
+    if isinstance(node, ast.Assert | ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return True
+    if isinstance(node, ast.ClassDef | ast.Lambda | ast.AsyncFunctionDef):
+        return False
+    if isinstance(node, ast.FunctionDef) and not (node.name == "check" or node.name.startswith("test")):
+        return False
+    return any(map(_decides, ast.iter_child_nodes(node)))
+
+
+def _parsed(state: Mapping[str, Any], key: str, text: str) -> ast.Module:
     try:
-        ast.parse(text)
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise _unusable(state, key, text, f"it is not Python: {error}") from error
 

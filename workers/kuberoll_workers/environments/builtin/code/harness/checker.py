@@ -5,6 +5,7 @@ or `tests` (texts of Python) and `entry_point`. It prints a line of JSON after e
 """
 
 import builtins
+import itertools
 import json
 import math
 import os
@@ -17,19 +18,31 @@ class Unusable(Exception):
 
 
 class Remote:
-    """Something of the policy's code, to call and to look into. It is equal only to itself."""
+    """Something of the policy's code, to call and to look into. It is equal only to itself.
 
-    def __init__(self, solution, number):
+    Tests ask an object of a class (`Stack()`), or what comes from one, how it behaves. What a function returns instead
+    of plain data decides no more than plain data would.
+    """
+
+    def __init__(self, solution, number, asked_for=False):
         object.__setattr__(self, "_Remote__solution", solution)
         object.__setattr__(self, "_Remote__number", number)
+        object.__setattr__(self, "_Remote__asked_for", asked_for)
 
     def __call__(self, *arguments, **keywords):
-        return self.__solution.call(self.__number, arguments, keywords)
+        value = self.__solution.call(self.__number, arguments, keywords)
+        given = (*arguments, *keywords.values())
+        return self.__from(value, any(isinstance(item, Remote) and item.__asked_for for item in given))
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.__solution.attribute(self.__number, name)
+        return self.__from(self.__solution.attribute(self.__number, name))
+
+    def __from(self, value, asked_for=False):
+        if isinstance(value, Remote) and (self.__asked_for or asked_for):
+            object.__setattr__(value, "_Remote__asked_for", True)
+        return value
 
     def __setattr__(self, name, value):
         self.__solution.set(self.__number, name, value)
@@ -50,7 +63,9 @@ class Remote:
         self.__special("__setitem__", key, value)
 
     def __contains__(self, item):
-        return self.__special("__contains__", item)
+        if self.__asked_for:
+            return self.__special("__contains__", item)
+        return any(found == item for found in itertools.islice(self, MAX_ITEMS))  # noqa: F821
 
     def __str__(self):
         return self.__special("__str__")
@@ -64,14 +79,18 @@ class Remote:
 
 
 class Named(Remote):
-    """A name of the policy's code, which is looked up when it is used."""
+    """A name of the policy's code, which is looked up when it is used. One with a capital letter is a class's."""
 
     def __init__(self, solution, name):
         object.__setattr__(self, "_Named__solution", solution)
         object.__setattr__(self, "_Named__name", name)
+        object.__setattr__(self, "_Remote__asked_for", False)
 
     def __found(self):
-        return self.__solution.named(self.__name)
+        found = self.__solution.named(self.__name)
+        if self.__name[:1].isupper():
+            object.__setattr__(found, "_Remote__asked_for", True)
+        return found
 
     def __call__(self, *arguments, **keywords):
         return self.__found()(*arguments, **keywords)
@@ -220,7 +239,10 @@ def checks_of(solution, request):
     scope, entry_point = dict(request["scope"]), request["entry_point"]
     if entry_point is None:
         texts = [*request["tests"], *([request["setup"]] if request["setup_needs_code"] else [])]
-        for name in _missing(texts, scope) or _builtins_of_all(request["tests"]):
+        missing = _missing(texts, scope)
+        if judges := _judges(request["tests"], missing):
+            raise Unusable(f"{', '.join(judges)} decides the tests, so setup must define it, not the code")
+        for name in missing or _builtins_of_all(request["tests"]):
             scope[name] = Named(solution, name)
     elif request["setup_needs_code"]:
         raise Unusable("setup uses a name that it does not define")
@@ -260,11 +282,48 @@ def _case(function, arguments, expected, request):
 
 def _test(text, scope, entry_point):
     def check():
+        before = dict(scope)
         exec(compile(text, "test", "exec"), scope)
         if entry_point is not None and isinstance(scope.get("check"), types.FunctionType):
             scope["check"](scope["candidate"])
+        for name, value in list(scope.items()):
+            if name.startswith("test") and isinstance(value, types.FunctionType) and before.get(name) is not value:
+                value()
 
     return check
+
+
+def _judges(tests, missing):
+    """Names of the code that are given what the code returns, and whose own result decides a test.
+
+    `assertEqual(f(2), 4)` and `assert close(f(2), 4)` ask the code whether the code is right.
+    """
+    import ast
+
+    def root(node):
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return node.id if isinstance(node, ast.Name) and node.id in missing else None
+
+    def judge(node):
+        """The name of the code that decides an expression; None if no single one does."""
+        while isinstance(node, ast.UnaryOp):
+            node = node.operand
+        if not isinstance(node, ast.Call) or (name := root(node.func)) is None:
+            return None
+        inner = (part for given in (*node.args, *node.keywords) for part in ast.walk(given))
+        asked = {root(part.func) for part in inner if isinstance(part, ast.Call)} - {None}
+        return name if asked else None
+
+    found = set()
+    for text in tests:
+        nodes = list(ast.walk(ast.parse(text)))
+        asserts = [node.test for node in nodes if isinstance(node, ast.Assert)]
+        parts = [part for test in asserts for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
+        if not asserts:
+            parts = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        found.update(filter(None, map(judge, parts)))
+    return sorted(found)
 
 
 def _missing(tests, scope):

@@ -3,7 +3,9 @@
 Whatever the code prints, closes or exits, at worst the checker gets no answer, or a wrong one.
 """
 
+import builtins
 import os
+import re
 import sys
 import types
 
@@ -40,6 +42,7 @@ def serve():
 def _answer(question, module, encoder, decoder, objects):
     operation = question["do"]
     if operation == "load":
+        module.__dict__["__builtins__"] = _builtins(question["code"])
         for text in question["code"]:
             exec(compile(text, "solution.py", "exec"), module.__dict__)
         return {"value": None}
@@ -60,6 +63,38 @@ def _answer(question, module, encoder, decoder, objects):
     if changed != question["arguments"]:
         answer["arguments"] = changed
     return answer
+
+
+_USUAL = {
+    "typing": "Any Callable Deque DefaultDict Dict FrozenSet Generator Iterable Iterator List Literal Mapping "
+    "NamedTuple Optional Sequence Set Tuple Type TypeVar Union",
+    "collections": "ChainMap Counter OrderedDict defaultdict deque namedtuple",
+    "math": "ceil comb factorial floor gcd inf isqrt lcm perm sqrt",
+    "functools": "cache cmp_to_key lru_cache partial reduce",
+    "itertools": "accumulate chain combinations combinations_with_replacement count cycle groupby islice pairwise "
+    "permutations product repeat starmap takewhile zip_longest",
+    "heapq": "heapify heappop heappush heappushpop heapreplace merge nlargest nsmallest",
+    "bisect": "bisect_left bisect_right insort insort_left insort_right",
+    "string": "ascii_letters ascii_lowercase ascii_uppercase digits",
+    "operator": "itemgetter xor",
+    "copy": "deepcopy",
+    "dataclasses": "dataclass field",
+}
+_USUAL_MODULES = "bisect collections copy functools heapq itertools math operator random re string sys typing"
+
+
+def _builtins(texts):
+    """The builtins, and those names that sites with tasks of this kind import before the code, as far as it has them.
+
+    They are looked up last: what the code or the row defines, and Python's own builtins, come first.
+    """
+    words = set(re.findall(r"[A-Za-z_]\w*", "\n".join(texts)))
+    found = {name: __import__(name) for name in words.intersection(_USUAL_MODULES.split())}
+    for name, members in _USUAL.items():
+        if used := words.intersection(members.split()):
+            source = __import__(name)
+            found.update((member, getattr(source, member)) for member in used if hasattr(source, member))
+    return {**found, **vars(builtins)}
 
 
 def _named(module, name):
