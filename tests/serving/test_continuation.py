@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Continuation, Generated, Texts
+from kuberoll_workers.serving.openai_api.token_chains import Chain, TokenChains
 
 PIECES = ["<end>", "<user>", "a", "b", "ab", "ba", " "]
 END, USER = 0, 1
@@ -137,3 +138,79 @@ def test_every_turn_begins_with_all_that_was_read_and_sampled(turns: list[tuple[
             "s", Generated(rendered=encode(text), ids=known, read=len(found.ids), end=END if ended else None)
         )
         text += decode(sampled) + "<end><user>b<end>"
+
+
+def chats_of_many_turns(agents: int, turns: int, longest: int, chats: ChatMemory) -> int:
+    """Play chats turn by turn; returns the number of turns that did not begin with what was sampled."""
+    inexact = 0
+    step = longest // turns
+    sampled: list[array[int]] = [token_array() for _ in range(agents)]
+    for turn in range(turns):
+        for agent in range(agents):
+            # Each agent's own tokens: nothing is shared between them.
+            base = 1_000_000 + agent * longest + turn * step
+            prompt = sampled[agent] + token_array(range(base, base + step - 8))
+            found = chats.continue_chat(str(agent), prompt)
+            inexact += turn > 0 and found.continuity != "clean"
+            response = token_array([2 + turn] * 8)
+            chats.remember(
+                str(agent), Generated(rendered=prompt, ids=found.ids + response, read=len(found.ids), end=None)
+            )
+            sampled[agent] = found.ids + response
+    return inexact
+
+
+def test_a_chat_of_many_turns_is_stored_once() -> None:
+    texts = Texts(lambda ids: " ".join(map(str, ids)), encode, END, TEXTS.read)
+    for turns in (1, 20):
+        chats = ChatMemory(texts)
+        assert chats_of_many_turns(2, turns, 20_000, chats) == 0
+        # Less than a block more for each turn.
+        assert 40_000 <= chats.tokens <= 40_000 + 2 * turns * 128
+
+
+@pytest.mark.long
+def test_128_agents_of_20_turns_to_20_000_tokens_are_token_exact() -> None:
+    texts = Texts(lambda ids: " ".join(map(str, ids)), encode, END, TEXTS.read)
+    assert chats_of_many_turns(128, 20, 20_000, ChatMemory(texts)) == 0
+
+
+def test_a_session_with_more_than_its_share_forgets_its_own() -> None:
+    chats = memory(tokens=4_000)
+    chats.remember("good", response("<user>a<end>", [2, 3, END]))
+    for number in range(400):
+        rendered = token_array([2 + (number >> bit & 1) for bit in range(9)] * 60)
+        chats.remember("bad", Generated(rendered=rendered, ids=rendered, read=len(rendered), end=None))
+        assert chats.tokens <= 4_000
+    assert chats.continue_chat("good", encode("<user>a<end>ab<end>")).continuity == "realigned"
+
+
+def test_a_session_that_has_ended_takes_nothing() -> None:
+    chats = memory()
+    chats.remember("s", response("<user>a<end>", [2, 3, END]))
+    chats.forget("s")
+    chats.forget("s")
+    assert chats.tokens == 0
+    assert chats.continue_chat("s", encode("<user>a<end>ab<end>")).continuity == "new"
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 700), st.integers(0, 2), st.booleans()), max_size=30))
+def test_chains_hold_each_block_once_and_give_back_what_they_took(
+    made: list[tuple[int, int, int, bool]],
+) -> None:
+    chains = TokenChains()
+    held: list[tuple[Chain, list[int]]] = []
+    for base, length, value, gone in made:
+        ids = [*(held[base % len(held)][1] if held and base else []), *[value] * length]
+        held.append((chains.hold(token_array(ids)), ids))
+        if gone:
+            chains.release(held.pop(base % len(held))[0])
+        blocks = {tuple(ids[:end]) for _, ids in held for end in range(128, len(ids) + 1, 128)}
+        assert chains.tokens == 128 * len(blocks) + sum(len(ids) % 128 for _, ids in held)
+        for chain, ids in held:
+            assert chain.ids().tolist() == ids
+            assert chain.ids(len(ids) // 2).tolist() == ids[len(ids) // 2 :]
+            assert chain.length == len(ids)
+    for chain, _ in held:
+        chains.release(chain)
+    assert chains.tokens == 0

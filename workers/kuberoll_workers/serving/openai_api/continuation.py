@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
+import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from kuberoll_workers.data.messages import TOKEN_TYPE
 from kuberoll_workers.data.tools import Tool, ToolCall
+from kuberoll_workers.serving.openai_api.token_chains import Chain, TokenChains, prefix_digests
 
 Continuity = Literal["new", "clean", "realigned", "forked"]
 """How a prompt relates to what was generated before in its session.
@@ -23,7 +23,8 @@ its text encodes to other ids, which were replaced. `forked`: it is another chat
 
 _TOKENS: Final = 8 << 20
 _SESSION_ENTRIES: Final = 256
-_KEPT_TEXTS: Final = 64
+# Part of the tokens that one session may have.
+_SHARE: Final = 4
 # Tokens by which chats without a session are told apart.
 _BEGINNING: Final = 64
 
@@ -45,10 +46,6 @@ class Generated:
     read: int
     end: int | None
     demand: str | None = None
-
-    def response(self) -> array[int]:
-        """Sampled ids, without the one that ended the response."""
-        return self.ids[self.read :] if self.end is None else self.ids[self.read : -1]
 
 
 class Texts(NamedTuple):
@@ -75,21 +72,44 @@ class Continuation(NamedTuple):
     continuity: Continuity
 
 
+class _Entry:
+    """A response in memory: its ids in a chain, and digests instead of everything that is only compared."""
+
+    __slots__ = ("added", "chain", "demand", "digest", "end", "read", "rendered", "text")
+
+    def __init__(self, generated: Generated, chain: Chain, digest: bytes, added: int) -> None:
+        self.chain, self.digest, self.added = chain, digest, added
+        self.read, self.end, self.demand = generated.read, generated.end, generated.demand
+        self.rendered = (len(generated.rendered), _digest(generated.rendered))
+        # Length and digest of the text of all ids; made when they are first needed.
+        self.text: tuple[int, bytes] | None = None
+
+    def response(self) -> array[int]:
+        """Sampled ids, without the one that ended the response."""
+        ids = self.chain.ids(self.read)
+        return ids if self.end is None else ids[:-1]
+
+
 class ChatMemory:
     """What was generated in each session, so that the next turn of a chat begins with the sampled ids.
 
-    Clients send a chat back as text, which may encode to other ids than were sampled. The oldest sessions beyond some
-    8 million tokens are forgotten, and their chats are encoded like any text.
+    Clients send a chat back as text, which may encode to other ids than were sampled. What chats have in common is
+    stored once: a chat of many turns takes about as many tokens as its last turn. The oldest sessions beyond some 8
+    million tokens, and the oldest responses of a session with more than a quarter of these, are forgotten, and their
+    chats are encoded like any text.
     """
 
     def __init__(self, texts: Texts, *, tokens: int = _TOKENS, entries: int = _SESSION_ENTRIES) -> None:
         """Set the limits: tokens of all sessions together, responses of each session."""
         self._texts = texts
-        self._sessions: OrderedDict[str, list[Generated]] = OrderedDict()
-        # Texts of the last chats: each is compared with several prompts.
-        self._text = functools.lru_cache(maxsize=_KEPT_TEXTS)(lambda ids: texts.decode(array(TOKEN_TYPE, ids)))
+        self._sessions: OrderedDict[str, list[_Entry]] = OrderedDict()
+        self._chains = TokenChains()
         self._most_tokens, self._most_entries = tokens, entries
-        self.tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are stored."""
+        return self._chains.tokens
 
     @property
     def end_token(self) -> int | None:
@@ -105,15 +125,22 @@ class ChatMemory:
         """Store a response."""
         entries = self._sessions.setdefault(session, [])
         self._sessions.move_to_end(session)
-        if any(known.ids == generated.ids for known in entries):
+        digest = _digest(generated.ids)
+        if any(known.digest == digest for known in entries):
             return
-        entries.append(generated)
-        self.tokens += len(generated.ids)
-        if len(entries) > self._most_entries:
-            self.tokens -= len(entries.pop(0).ids)
-        while self.tokens > self._most_tokens and self._sessions:
-            _, dropped = self._sessions.popitem(last=False)
-            self.tokens -= sum(len(entry.ids) for entry in dropped)
+        before = self._chains.tokens
+        chain = self._chains.hold(generated.ids)
+        entries.append(_Entry(generated, chain, digest, self._chains.tokens - before))
+        share = self._most_tokens // _SHARE
+        while len(entries) > self._most_entries or (len(entries) > 1 and sum(entry.added for entry in entries) > share):
+            self._chains.release(entries.pop(0).chain)
+        while self._chains.tokens > self._most_tokens and self._sessions:
+            self.forget(next(iter(self._sessions)))
+
+    def forget(self, session: str) -> None:
+        """Forget a session that has ended."""
+        for entry in self._sessions.pop(session, ()):
+            self._chains.release(entry.chain)
 
     def continue_chat(self, session: str, rendered: array[int]) -> Continuation:
         """Find the ids to read for a prompt: those of the longest chat that it continues, then its own."""
@@ -121,25 +148,32 @@ class ChatMemory:
         if not entries:
             return Continuation(rendered, "new")
         self._sessions.move_to_end(session)
+        lengths = [length for entry in entries for length in (entry.chain.length, entry.rendered[0])]
+        beginnings = prefix_digests(rendered, [*lengths, len(rendered)])
         text: str | None = None
-        for entry in sorted(entries, key=lambda entry: len(entry.ids), reverse=True):
-            if rendered[: len(entry.ids)] == entry.ids:
+        for entry in sorted(entries, key=lambda entry: entry.chain.length, reverse=True):
+            if beginnings.get(entry.chain.length) == entry.digest:
                 return Continuation(rendered, "clean")
             if text is None:
                 text = self._texts.decode(rendered)
-            if (ids := self._realigned(entry, rendered, text)) is not None:
+            if (ids := self._realigned(entry, rendered, text, beginnings)) is not None:
                 return Continuation(ids, "realigned")
-        again = any(entry.rendered == rendered for entry in entries)
+        again = any(entry.rendered == (len(rendered), beginnings[len(rendered)]) for entry in entries)
         return Continuation(rendered, "new" if again else "forked")
 
-    def _realigned(self, entry: Generated, rendered: array[int], text: str) -> array[int] | None:
-        known = self._text(entry.ids.tobytes())
-        if text.startswith(known):
-            return entry.ids + self._texts.encode(text[len(known) :])
+    def _realigned(
+        self, entry: _Entry, rendered: array[int], text: str, beginnings: Mapping[int, bytes]
+    ) -> array[int] | None:
+        if entry.text is None:
+            known = self._texts.decode(entry.chain.ids())
+            entry.text = (len(known), _text_digest(known))
+        length, digest = entry.text
+        if length <= len(text) and _text_digest(text[:length]) == digest:
+            return entry.chain.ids() + self._texts.encode(text[length:])
         # The same message, written otherwise: arguments of calls come back as JSON of the template's own style.
-        start = len(entry.rendered)
+        start, prompt = entry.rendered
         end = self._texts.end if entry.end is None else entry.end
-        if end is None or len(rendered) <= start or rendered[:start] != entry.rendered:
+        if end is None or len(rendered) <= start or beginnings.get(start) != prompt:
             return None
         stop = next(_positions(rendered, end, start), None)
         if stop is None:
@@ -147,7 +181,15 @@ class ChatMemory:
         sampled, sent = (self._texts.decode(ids) for ids in (entry.response(), rendered[start:stop]))
         if _meaning(*self._texts.read(sampled, (), entry.demand)) != _meaning(*self._texts.read(sent, (), None)):
             return None
-        return entry.ids + rendered[stop + (entry.end is not None) :]
+        return entry.chain.ids() + rendered[stop + (entry.end is not None) :]
+
+
+def _digest(ids: array[int]) -> bytes:
+    return prefix_digests(ids, [len(ids)])[len(ids)]
+
+
+def _text_digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _meaning(content: str, calls: Sequence[ToolCall]) -> tuple[str, list[Any]]:
