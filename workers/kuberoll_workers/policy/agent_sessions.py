@@ -113,7 +113,7 @@ class AgentPolicy(Protocol):
     """A policy that agents can call by themselves."""
 
     async def open_session(self, session_id: str, settings: SessionSettings) -> AgentSession:
-        """Open a session for an agent, at the best replica.
+        """Open a session for an agent, at the best replica; wait while no replica has a place for it.
 
         Args:
             session_id: Of the trajectory, as in `GenerationRequest`.

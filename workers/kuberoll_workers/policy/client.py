@@ -48,6 +48,18 @@ class Overloaded(PolicyUnavailable):
         self.retry_after = retry_after
 
 
+class SessionsFull(PolicyUnavailable):
+    """The replica has no place for one more session; it works, and takes other requests.
+
+    Attributes:
+        retry_after: Seconds after which to retry; None if the response does not say.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class Unreachable(PolicyUnavailable):
     """The endpoint could not be connected to; nothing was sent."""
 
@@ -115,11 +127,15 @@ class ServeClient:
         """Open a session for an agent.
 
         Raises:
+            SessionsFull: The replica has as many sessions as it takes.
             Overloaded, Unreachable, PolicyUnavailable, PolicyRefused: As `generate` does.
         """
         answer = await self._send("POST", "/sessions", data=msgspec.json.encode(settings))
         if answer.status == 201:
             return self._decode(answer, "/sessions", AgentSession)
+        if answer.status == 429 and _error_type(answer.body) == "SessionRefused":
+            refusal = _refusal(self._url, answer)
+            raise SessionsFull(str(refusal), retry_after=_seconds(answer.headers.get("retry-after")))
         if answer.status == 404:
             raise PolicyRefused(f"{self._url} has no sessions, which agents need: it is of an older version")
         raise _refusal(self._url, answer)
@@ -258,6 +274,13 @@ class _Answer(NamedTuple):
     status: int
     headers: Mapping[str, str]
     body: bytes
+
+
+def _error_type(body: bytes) -> str | None:
+    try:
+        return str(msgspec.json.decode(body)["error"]["type"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return None
 
 
 def _refusal(url: str, answer: _Answer) -> PolicyRefused | PolicyUnavailable:

@@ -26,7 +26,7 @@ from kuberoll_workers.rollouts.settings import RolloutSettings, sampling_of
 from kuberoll_workers.rollouts.trajectory import Trajectory
 from kuberoll_workers.telemetry import EnvironmentMetrics
 
-_SPARE_SECONDS: Final = 3600.0
+_SPARE_SECONDS: Final = 600.0
 # The window and the turns are the session's business: what was sampled is kept whole.
 _UNBOUNDED: Final = 1 << 62
 
@@ -54,7 +54,7 @@ def session_settings(sample: Sample, settings: RolloutSettings, *, seconds: floa
         seconds: Maximum duration of its episode.
     """
     return SessionSettings(
-        # It is closed when the agent has ended; this is for a worker that is gone.
+        # It is closed when the agent has ended; this is for a worker that is gone, whose sessions take places.
         idle_seconds=min(86_400.0, seconds + _SPARE_SECONDS),
         sampling=sampling_of(settings.sampling, sample.prompt.sampling),
         seed=sample.seed,

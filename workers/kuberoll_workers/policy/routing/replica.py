@@ -46,6 +46,7 @@ class ReplicaClient(Protocol):
         """Open a session for an agent.
 
         Raises:
+            SessionsFull: It has as many as it takes.
             Overloaded, Unreachable, PolicyUnavailable: As `generate` does.
             PolicyRefused: It has no sessions.
         """

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from kuberoll_workers.policy.agent_sessions import AgentSession, ClosedSession, SessionSettings
-from kuberoll_workers.policy.client import Overloaded, ServeClient, Unreachable, answering_within
+from kuberoll_workers.policy.client import Overloaded, ServeClient, SessionsFull, Unreachable, answering_within
 from kuberoll_workers.policy.interface import (
     FatalRequest,
     GenerationRequest,
@@ -25,6 +25,7 @@ from kuberoll_workers.policy.routing.deaths import SUSPICIOUS_DEATHS, DeathLog
 from kuberoll_workers.policy.routing.discovery import Discovery
 from kuberoll_workers.policy.routing.replica import Address, ReplicaClient
 from kuberoll_workers.policy.routing.scheduler import WINDOW, Replica, RequestScheduler, Ticket
+from kuberoll_workers.policy.routing.session_places import SessionPlaces
 from kuberoll_workers.policy.routing.sessions import Session
 from kuberoll_workers.telemetry import RoutingMetrics, RoutingState
 
@@ -100,6 +101,7 @@ class RoutedPolicy:
         # The last trouble by replica; that of discovery under "".
         self._troubles: dict[str, str] = {}
         self._outages = OutageWatch()
+        self._session_places = SessionPlaces()
         # Time since which requests in flight have got no answer, and replicas that did not answer checks since then.
         self._silent_since = 0.0
         self._hanging: set[str] = set()
@@ -127,7 +129,7 @@ class RoutedPolicy:
         replicas = self._admission.replicas.values()
         states = Counter(replica.breaker.state if replica.listed else "leaving" for replica in replicas)
         return RoutingState(
-            waiting=self._admission.waiting,
+            waiting=self._admission.waiting + self._session_places.waiting,
             window=sum(replica.window.limit for replica in replicas if replica.usable),
             replicas=dict(states),
             idle=sum(replica.usable and not (replica.window.in_flight or replica.outside) for replica in replicas),
@@ -139,9 +141,9 @@ class RoutedPolicy:
         now = self._loop.time()
         if not (admission.waiting or admission.in_flight):
             # Requests that failed may be sent again later.
-            return self._outages.last(now)
+            return self._outages.last(now) or self._session_places.outage(now)
         usable = [replica.id for replica in admission.replicas.values() if replica.usable]
-        return self._outages.update(now, usable=usable)
+        return self._outages.update(now, usable=usable) or self._session_places.outage(now)
 
     def end_session(self, session_id: str) -> None:
         """Release a trajectory that has ended."""
@@ -173,10 +175,26 @@ class RoutedPolicy:
         async def send(client: ReplicaClient, _: int) -> tuple[AgentSession, int]:
             return await client.open_session(settings), 0
 
-        return await self._routed(Ticket(session_id, 0), send)
+        places, tries = self._session_places, 0
+        opened = False
+        try:
+            while not opened:
+                try:
+                    session = await self._routed(Ticket(session_id, 0), send)
+                    opened = True
+                except SessionsFull as error:
+                    pause = places.record_refusal(error, self._loop.time(), tries=tries)
+                    tries += 1
+                    await asyncio.sleep(pause)
+        finally:
+            if tries:
+                places.record_end(opened=opened)
+        places.record_opening()
+        return session
 
     async def close_session(self, session: AgentSession) -> ClosedSession:
         """See `AgentPolicy`."""
+        self._session_places.record_closing()
         # Another connection than the replica's: it may have left the list meanwhile.
         async with ServeClient(session.url, limit=1, token=session.token) as client:
             for seconds in _CLOSING_PAUSES:
@@ -228,7 +246,7 @@ class RoutedPolicy:
                     admission.record_failure(ticket, time())
                     self._watch(replica, error)
                     continue
-                except PolicyRefused:
+                except (PolicyRefused, SessionsFull):
                     metrics.record_request("refused")
                     admission.record_failure(ticket, time(), blame=False)
                     raise
