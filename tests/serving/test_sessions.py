@@ -16,6 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
 from tests.policy.openai_serving import serving_openai, tokenizer_with_ends
 from tests.serving.test_openai_api import ANSWER, END, LOOK, Scripted
 
@@ -216,6 +217,46 @@ async def test_a_call_that_fails_or_is_refused_leaves_nothing(server: Server) ->
             await say(client, [HELLO])
     closed = await server.close(session)
     assert (closed["calls"], closed["trajectories"]) == (0, [])
+
+
+async def test_an_answer_that_was_lost_is_asked_for_again(server: Server, tokenizer: HuggingFaceTokenizer) -> None:
+    server.engine.answers = [[*tokenizer.encode(letter), END] for letter in "abc"]
+    session = await server.open(max_calls=2)
+    async with agent(session) as client:
+        await say(client, [HELLO])
+        # What the clients of OpenAI and Anthropic send once more says so.
+        answer = await say(client, [HELLO], extra_headers={"x-stainless-retry-count": "1"})
+        assert answer == "b"
+        await say(client, [HELLO, {"role": "assistant", "content": answer}, HELLO])
+        with pytest.raises(openai.BadRequestError, match="has had its 2 calls"):
+            await say(client, [HELLO])
+    closed = await server.close(session)
+    assert (closed["calls"], closed["lost"]) == (2, 1)
+    (trajectory,) = closed["trajectories"]
+    assert [made["content"] for made in trajectory["messages"][1::2]] == ["b<|end|>", "c<|end|>"]
+
+
+async def test_a_caller_who_leaves_uses_up_no_call(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = await server.open(max_calls=1)
+    begun, aborted = asyncio.Event(), asyncio.Event()
+
+    async def never(request: GenerationRequest) -> GenerationResult:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            aborted.set()
+        raise AssertionError(request)
+
+    async with agent(session) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(server.engine, "generate", never)
+            leaving = asyncio.create_task(say(client, [HELLO]))
+            await begun.wait()
+            leaving.cancel()
+            await aborted.wait()
+        assert await say(client, [HELLO]) == ANSWER
+    assert (await server.close(session))["calls"] == 1
 
 
 async def test_tools_in_a_session(server: Server, tokenizer: HuggingFaceTokenizer) -> None:

@@ -27,6 +27,10 @@ class CallPrefixes:
         self._ends.setdefault(hashlib.blake2b(whole.tobytes(), digest_size=_DIGEST_BYTES).digest(), call)
         self._lengths.add(len(whole))
 
+    def remove(self, call: int) -> None:
+        """Remove a call, which then gets no children."""
+        self._ends = {digest: found for digest, found in self._ends.items() if found != call}
+
     def parent(self, prompt: array[int]) -> tuple[int | None, int]:
         """The longest call that a prompt begins with, and the number of its ids; None and 0: it begins with none."""
         found: tuple[int | None, int] = (None, 0)

@@ -81,6 +81,7 @@ class ExactClient:
             prompt = {**prompt, "prompt_token_ids": ids.tolist()}
         if exchange.recorded is not None:
             exchange.recorded.admit(params, len(ids))
+            exchange.admitted += 1
             if params.logprobs is None:
                 # Of the sampled tokens; the answer has none that were not asked for.
                 params.logprobs = 0
@@ -98,12 +99,13 @@ class ExactClient:
                 versions[sequence.index] = [(str(span.version), span.start, span.end) for span in spans]
                 end = response.ids[-1] if response.ids and self._ends(response.ids[-1], sequence.stop_reason) else None
                 sampled = token_array(response.ids)
-                self._memory.remember(
-                    session,
-                    Generated(rendered=rendered, ids=ids + sampled, read=len(ids), end=end, demand=exchange.demand),
-                )
+                if exchange.recorded is None or not exchange.recorded.closed:
+                    self._memory.remember(
+                        session,
+                        Generated(rendered=rendered, ids=ids + sampled, read=len(ids), end=end, demand=exchange.demand),
+                    )
                 if exchange.recorded is not None:
-                    exchange.recorded.record(
+                    exchange.add(
                         Sampled(
                             prompt=ids,
                             response=sampled,

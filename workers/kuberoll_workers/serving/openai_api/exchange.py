@@ -56,8 +56,19 @@ class RecordedSession(Protocol):
     @property
     def identity(self) -> str: ...
 
-    def record(self, sampled: Sampled) -> None:
-        """Store a response that has ended."""
+    @property
+    def closed(self) -> bool: ...
+
+    def record(self, sampled: Sampled, exchange: Exchange) -> None:
+        """Store a response of an exchange.
+
+        An exchange that repeats a request whose last answer nobody continued takes its place: that answer was lost on
+        its way, and the caller never saw it.
+        """
+        ...
+
+    def release(self, exchange: Exchange) -> None:
+        """Give back the calls of an exchange that has ended without a recorded response."""
         ...
 
     def admit(self, params: SamplingParams, prompt: int) -> None:
@@ -85,7 +96,11 @@ class Exchange:
         chat: Messages of the request; None: it has none.
         tools: Functions that the request declares.
         demand: The one that must be called; empty: any; None: none.
+        request: Digest of the request's body; empty: unknown.
+        repeats: The caller says that it sends the request once more, because it got no answer.
         calls: Of each call of the engine, in order: version spans of its sequences, by their index.
+        admitted: Number of calls of the engine that the session admitted.
+        calls_recorded: Indices of the recorded responses in the session.
         continuity: How the prompt relates to what was generated before in its session; None: not known yet.
     """
 
@@ -96,14 +111,39 @@ class Exchange:
         chat: Sequence[ChatMessage] | None = None,
         tools: Sequence[Tool] = (),
         demand: str | None = None,
+        *,
+        request: bytes = b"",
+        repeats: bool = False,
     ) -> None:
         self.session = session
         self.recorded = recorded
         self.chat = chat
         self.tools = tools
         self.demand = demand
+        self.request = request
+        self.repeats = repeats
         self.calls: list[dict[int, VersionSpans]] = []
+        self.admitted = 0
+        self.calls_recorded: list[int] = []
         self.continuity: Continuity | None = None
+        self._unsent: list[Sampled] = []
+
+    def add(self, sampled: Sampled) -> None:
+        """Add a response that the engine has ended; it is recorded when it is sent."""
+        if self.recorded is not None:
+            self._unsent.append(sampled)
+
+    def record_sent(self) -> None:
+        """Record the responses that are being sent to the caller."""
+        unsent, self._unsent = self._unsent, []
+        for sampled in unsent:
+            assert self.recorded is not None
+            self.recorded.record(sampled, self)
+
+    def end(self) -> None:
+        """End the exchange: what was not sent was never said."""
+        if self.recorded is not None and self.admitted and not self.calls_recorded:
+            self.recorded.release(self)
 
     def versions(self) -> list[VersionSpans]:
         """Version spans of all choices, in their order."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
+from kuberoll_workers.serving.openai_api.exchange import Exchange
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,14 +20,16 @@ class Mounted(Response):
     Headers that are set on it are added to those of the application.
     """
 
-    def __init__(self, application: ASGIApp, body: bytes, *, path: str) -> None:
+    def __init__(self, application: ASGIApp, body: bytes, *, path: str, exchange: Exchange) -> None:
         """
         Args:
             path: Path that the application sees.
+            exchange: Records what is sent.
         """
         self.raw_headers: list[tuple[bytes, bytes]] = []
         self.background = None
         self._application, self._request_body, self._path = application, body, path
+        self._exchange = exchange
         self._context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def while_sent(self, context: Callable[[], AbstractContextManager[None]]) -> None:
@@ -40,11 +44,21 @@ class Mounted(Response):
                 return {"type": "http.request", "body": body, "more_body": False}
             return await receive()
 
+        succeeds = False
+
         async def send_with_headers(message: Message) -> None:
+            nonlocal succeeds
             if message["type"] == "http.response.start":
+                succeeds = message["status"] == 200
                 message = {**message, "headers": [*message.get("headers", ()), *self.raw_headers]}
+            elif succeeds:
+                # Before it is sent: the caller may go on, or close the session, as soon as it has the last byte.
+                self._exchange.record_sent()
             await send(message)
 
         inner = {**scope, "path": self._path, "raw_path": self._path.encode(), "root_path": "", "app_root_path": ""}
-        with self._context():
-            await self._application(inner, receive_again, send_with_headers)
+        try:
+            with self._context():
+                await self._application(inner, receive_again, send_with_headers)
+        finally:
+            self._exchange.end()

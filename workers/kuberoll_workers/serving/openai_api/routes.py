@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,7 @@ PATHS: Final = frozenset(
 """Paths of vLLM's API that a replica answers."""
 
 _MODELS: Final = "/v1/models"
+_RETRY_HEADER: Final = "x-stainless-retry-count"
 
 # Longer bodies are checked in a thread.
 _SHORT_BYTES = 64 << 10
@@ -97,6 +99,7 @@ class OpenAIRoutes:
         self._opening = asyncio.Lock()
         self._opened: _Opened | None = None
         self._texts: Texts | None = None
+        self._memory: ChatMemory | None = None
         self._created = int(time.time())
 
     async def handle(
@@ -137,8 +140,10 @@ class OpenAIRoutes:
         except PolicyUnavailable as error:
             return _error(503, str(error))
         name = request.headers.get(SESSION_HEADER) if session is None else session.identity
-        EXCHANGE.set(Exchange(name, session, chat, tools, demand))
-        return Mounted(opened.application, body, path=path)
+        digest = b"" if session is None else _digest(path, body)
+        exchange = Exchange(name, session, chat, tools, demand, request=digest, repeats=_repeats(request))
+        EXCHANGE.set(exchange)
+        return Mounted(opened.application, body, path=path, exchange=exchange)
 
     def _models(self, name: str) -> Response:
         info = self._engine.info()
@@ -172,6 +177,11 @@ class OpenAIRoutes:
     def texts(self) -> Texts | None:
         """Conversions of the model; None before the first request."""
         return self._texts
+
+    def forget(self, session: str) -> None:
+        """Forget what was generated in a session that takes no more calls."""
+        if self._memory is not None:
+            self._memory.forget(session)
 
     async def _check(self, body: bytes, abilities: Abilities) -> dict[str, Any]:
         if len(body) <= _SHORT_BYTES:
@@ -207,8 +217,9 @@ class OpenAIRoutes:
         tokenizer = client.renderer.tokenizer
         converter = HuggingFaceTokenizer(tokenizer).with_template(self._template)
         self._texts = texts = await asyncio.to_thread(_texts, converter, tokenizer, tool_parser)
+        self._memory = ChatMemory(texts)
         made = await application.make_application(
-            exact.ExactClient(client, self._engine, ChatMemory(texts)),
+            exact.ExactClient(client, self._engine, self._memory),
             names=self._names(),
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
@@ -216,6 +227,16 @@ class OpenAIRoutes:
             template_variables=self._variables,
         )
         return _Opened(made, Abilities(renders_tools=_renders_tools(converter), parses_calls=tool_parser is not None))
+
+
+def _digest(path: str, body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16, person=path[-16:].encode()).digest()
+
+
+def _repeats(request: Request) -> bool:
+    """True if the caller says that it got no answer: the clients of OpenAI and Anthropic count what they repeat."""
+    count = request.headers.get(_RETRY_HEADER, "")
+    return count.isdecimal() and int(count[:9]) > 0
 
 
 def _modules() -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,7 @@ _LENGTHS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 # Those that Responses and Messages have; the other two APIs have all.
 _COMMON: Final = ("temperature", "top_p", "top_k")
+_RELEASED: Final = 16
 
 
 class CallRefused(ValueError):
@@ -35,12 +37,14 @@ class CallLimits:
 
     Attributes:
         refused: Number of calls that were refused.
-        begun: Number of calls that were not.
+        taken: Number of calls that count: those in flight, and those whose answer the caller got.
     """
 
     def __init__(self, settings: SessionSettings) -> None:
         self._settings = settings
-        self.begun = self.refused = 0
+        self.taken = self.refused = self._released = 0
+        # Of all calls, so that no two get one seed.
+        self._numbers = itertools.count()
 
     def admit(self, params: SamplingParams, prompt: int) -> None:
         """Admit a call, and set its length and its seed; see `RecordedSession.admit`.
@@ -49,7 +53,7 @@ class CallLimits:
             CallRefused: It is one call, or token, too many.
         """
         settings = self._settings
-        if settings.max_calls is not None and self.begun >= settings.max_calls:
+        if settings.max_calls is not None and self.taken >= settings.max_calls:
             self.refused += 1
             raise CallRefused(f"this session has had its {settings.max_calls} calls (spec.rollout.maxTurns)")
         if settings.max_sequence_length is not None:
@@ -61,9 +65,20 @@ class CallLimits:
                     f"response, is {settings.max_sequence_length} (spec.rollout.maxSequenceLength)"
                 )
             params.max_tokens = min(params.max_tokens or room, room)
+        number = next(self._numbers)
         if settings.seed is not None and params.seed is None:
-            params.seed = call_seed(settings.seed, self.begun)
-        self.begun += 1
+            params.seed = call_seed(settings.seed, number)
+        self.taken += 1
+
+    def release(self, calls: int) -> None:
+        """Give back calls whose answer the caller did not get: a repeated one would count twice.
+
+        One who leaves again and again, having read all but the end, gets no more back than a session may have.
+        """
+        most = max(_RELEASED, self._settings.max_calls or 0)
+        calls = min(calls, most - self._released)
+        self._released += calls
+        self.taken -= calls
 
     def complete(self, path: str, body: dict[str, Any]) -> bool:
         """Set the session's sampling where a body leaves it open; see `RecordedSession.complete`."""

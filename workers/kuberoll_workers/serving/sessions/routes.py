@@ -57,6 +57,7 @@ class SessionRoutes:
                 return _json(200, self._sessions.find(identity).state())
             if request.method == "DELETE":
                 session = self._sessions.close(identity)
+                self._api.forget(identity)
                 # Parsers take milliseconds for a long response, and nothing changes in a closed session.
                 found = await asyncio.to_thread(trajectories, session, self._api.texts)
                 return _json(200, {**session.state(), "trajectories": found})

@@ -5,13 +5,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import msgspec
 
 from kuberoll_workers.data.call_prefixes import CallPrefixes, paths
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tools import Tool, ToolCall
 from kuberoll_workers.serving.openai_api.chats import added_messages, repeated_calls
 from kuberoll_workers.serving.openai_api.exchange import ChatMessage, Sampled
+
+# About what the objects of a call take beside its tokens and texts.
+_CALL_BYTES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +59,23 @@ class Segment(NamedTuple):
 
 
 class CallTree:
-    """The calls of a session, in the order in which they ended."""
+    """The calls of a session, in the order in which they ended.
+
+    Attributes:
+        lost: Indices of calls whose answers the caller did not get, and asked for again; no path has them.
+        tokens: Number of different tokens that were read and sampled.
+        path_tokens: Number of tokens of all paths, in which branches repeat what they have in common.
+        size: Number of bytes that it holds.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.lost: set[int] = set()
         self._prefixes = CallPrefixes()
-        self.tokens = 0
+        # Of each call: the number of tokens of its path, and that of the calls that continue it.
+        self._depths: list[int] = []
+        self._continued: list[int] = []
+        self.tokens = self.path_tokens = self.size = 0
 
     def add(self, sampled: Sampled) -> Call:
         """Add a response below the longest call that its prompt begins with."""
@@ -81,18 +97,46 @@ class CallTree:
         )
         self._prefixes.add(len(self.calls), sampled.prompt, sampled.response)
         self.calls.append(call)
-        self.tokens += len(call.read) + len(sampled.response)
+        self._count(call)
         return call
+
+    def lose(self, calls: Sequence[int]) -> bool:
+        """Leave calls out whose answer the caller did not get; False, and nothing changes, if one was continued."""
+        if any(self._continued[index] for index in calls):
+            return False
+        for index in calls:
+            self.lost.add(index)
+            self._prefixes.remove(index)
+            self.path_tokens -= self._depths[index]
+        return True
 
     def paths(self) -> list[list[Segment]]:
         """The paths from a root to a leaf, in the order of their leaves; each response is to be learned from once."""
         learned: set[int] = set()
-        return [list(self._segments(chain, learned)) for chain in paths([call.parent for call in self.calls])]
+        chains = paths([call.parent for call in self.calls])
+        return [list(self._segments(chain, learned)) for chain in chains if chain[-1] not in self.lost]
 
     def leaves(self) -> Iterator[int]:
-        """Indices of the calls that no other one continues."""
-        parents = {call.parent for call in self.calls}
-        return (index for index in range(len(self.calls)) if index not in parents)
+        """Indices of the calls at the ends of the paths."""
+        return (index for index, count in enumerate(self._continued) if not count and index not in self.lost)
+
+    def _count(self, call: Call) -> None:
+        added = len(call.read) + len(call.sampled.response)
+        depth = added
+        self.tokens += added
+        self.path_tokens += added
+        if call.parent is not None:
+            depth += self._depths[call.parent]
+            if self._continued[call.parent]:
+                self.path_tokens += self._depths[call.parent]
+            self._continued[call.parent] += 1
+        self._depths.append(depth)
+        self._continued.append(0)
+        self.size += _CALL_BYTES + sum(
+            len(values) * values.itemsize for values in (call.read, call.sampled.response, call.sampled.logprobs)
+        )
+        if call.chat or call.repeated or call.tools:
+            self.size += len(msgspec.json.encode((call.chat, call.repeated, call.tools)))
 
     def _segments(self, chain: Sequence[int], learned: set[int]) -> Iterator[Segment]:
         read, chat = token_array(), list[ChatMessage]()
