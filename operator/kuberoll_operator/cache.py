@@ -18,7 +18,8 @@ class Cache:
     """Latest known state of the objects of one API server.
 
     A list replaces everything of its kind and scope, so objects that were deleted while nothing watched disappear. An
-    event older than the cached object is ignored.
+    event older than the cached object is ignored; a list that is older than the last one says that the API server's
+    history was restored from a backup, and what it lists is taken as it is.
 
     Args:
         changed: Called with the key of the job whenever anything but this operator changes one of its objects.
@@ -32,9 +33,25 @@ class Cache:
         self._listed: dict[tuple[Resource, Scope], int] = {}
         self._pages: dict[tuple[Resource, Scope], set[tuple[str, str]]] = {}
 
-    def add_page(self, resource: Resource, scope: Scope, items: Iterable[Object], version: str, *, last: bool) -> None:
-        """Add a page of a list; after the last page, cached objects that were on no page are dropped."""
+    def add_page(
+        self,
+        resource: Resource,
+        scope: Scope,
+        items: Iterable[Object],
+        version: str,
+        *,
+        last: bool,
+        first: bool = True,
+    ) -> None:
+        """Add a page of a list; after the last page, cached objects that were on no page are dropped.
+
+        The first page begins a new list: what was seen of one that was broken off before its last page is forgotten.
+        """
         place = (resource, scope)
+        if first:
+            self._pages[place] = set()
+            if _version(version) < self._listed.get(place, -1):
+                self._rewind(resource, scope)
         seen = self._pages.setdefault(place, set())
         for item in items:
             metadata = item["metadata"]
@@ -98,6 +115,13 @@ class Cache:
     def sizes(self) -> dict[str, int]:
         """Number of objects by kind."""
         return {resource.kind: len(items) for resource, items in self._objects.items()}
+
+    def _rewind(self, resource: Resource, scope: Scope) -> None:
+        """Let any version of an object replace the cached one."""
+        self._listed.pop((resource, scope), None)
+        for name, item in self._objects.get(resource, {}).items():
+            if scope in (None, name[0]):
+                item["metadata"]["resourceVersion"] = "-1"
 
     def _put(self, resource: Resource, item: Object, *, tell: bool) -> None:
         metadata = item["metadata"]

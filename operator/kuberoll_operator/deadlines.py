@@ -21,13 +21,18 @@ def parse_time(text: Any) -> datetime | None:
     return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
-def active_deadline(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
-    """Moment at which `activeDeadlineSeconds` ends; None if there is none. Suspension resets the clock."""
+def active_deadline(job: RolloutJob, status: Mapping[str, Any], *, stored: bool) -> datetime | None:
+    """Moment at which `activeDeadlineSeconds` ends; None if there is none. Suspension resets the clock.
+
+    Args:
+        stored: All shards are done. Their aggregation, which asks for no GPU, has `startupDeadlineSeconds` more: a job
+            whose trajectories are all there does not fail in the seconds before its end.
+    """
     start = parse_time(status.get("startTime"))
     seconds = job.spec.active_deadline_seconds
     if seconds is None or start is None or job.spec.suspend or is_true(status, conditions.SUSPENDED):
         return None
-    return start + timedelta(seconds=seconds)
+    return start + timedelta(seconds=seconds + (job.spec.startup_deadline_seconds if stored else 0))
 
 
 def startup_deadlines(job: RolloutJob, status: Mapping[str, Any]) -> dict[str, datetime]:

@@ -344,11 +344,13 @@ def _failure(
     refused = refusal(pods_of(observed.pods, names.SERVICE), "service")
     if not shards.done and refused is not None:
         return Cause(Reason.REFUSED, redact(f"service: {refused}"))
-    deadline = active_deadline(job, status)
+    deadline = active_deadline(job, status, stored=shards.done)
     if deadline is not None and now >= deadline:
-        return Cause(
-            Reason.ACTIVE_DEADLINE, f"not done within activeDeadlineSeconds ({job.spec.active_deadline_seconds})"
-        )
+        text = f"not done within activeDeadlineSeconds ({job.spec.active_deadline_seconds})"
+        if shards.done:
+            text += f" and startupDeadlineSeconds ({job.spec.startup_deadline_seconds}) for their aggregation"
+            text = f"all trajectories are stored; {text}"
+        return Cause(Reason.ACTIVE_DEADLINE, text)
     return None if shards.done else _not_started(job, status, generation, now, ready=ready, check=check)
 
 

@@ -89,7 +89,7 @@ class Reconciler:
         if raw is None or raw["metadata"].get("deletionTimestamp"):
             # Kubernetes deletes its children; there is no finalizer of ours.
             self._progress.forget(key)
-            self._applier.forget_job(key)
+            self._applier.forget_job(key, gone=True)
             return None
         if raw["spec"].get("managedBy", names.MANAGED_BY) != names.MANAGED_BY:
             return None
@@ -115,7 +115,7 @@ class Reconciler:
             await self._write_status(raw, old, new, transitions(old, new), now)
         if is_true(new, conditions.COMPLETE) or is_true(new, conditions.FAILED):
             self._progress.forget(key)
-            self._applier.forget_job(key)
+            self._applier.forget_job(key, gone=False)
         # The next steps depend on the recorded status, and our own writes trigger no event.
         if _without_counts(new) != _without_counts(old):
             return 0.0
@@ -209,7 +209,7 @@ class Reconciler:
                 # A successor with another uid was created after the decision.
                 if not isinstance(error, Conflict):
                     errors[item.kind, item.name] = self._write_error(error)
-            self._applier.forget(uid)
+            self._applier.forget(key, uid)
         return replace(observed, children=children, errors=errors)
 
     def _write_error(self, error: ApiError) -> WriteError:

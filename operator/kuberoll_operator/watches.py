@@ -170,8 +170,9 @@ class Watches:
         if not isinstance(page, dict) or not str(page.get("kind", "")).endswith("List"):
             return
         metadata = page.get("metadata") or {}
-        last = not metadata.get("continue")
-        self._cache.add_page(*place, page.get("items") or (), metadata.get("resourceVersion", ""), last=last)
+        first, last = "continue" not in url.query, not metadata.get("continue")
+        version = metadata.get("resourceVersion", "")
+        self._cache.add_page(*place, page.get("items") or (), version, first=first, last=last)
         if last and not self.unsynced():
             self._synced.set()
 

@@ -243,6 +243,19 @@ async def test_events_come_after_the_status_that_they_tell_of(tmp_path: Path) ->
         assert "events" in kinds
 
 
+async def test_what_is_remembered_of_jobs_ends_with_them(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        remembered = set()
+        for _ in range(20):
+            await it.settle()
+            assert it.reconciler._applier._last_writes
+            it.server.remove("rolloutjobs", *KEY)
+            await it.reconcile()
+            remembered.add(len(it.reconciler._applier._last_writes))
+            it.server.put(checked_manifest())
+        assert remembered == {0}
+
+
 async def test_a_job_of_another_manager_is_left_alone(tmp_path: Path) -> None:
     async with bench(tmp_path, managedBy="kueue.x-k8s.io/multikueue") as it:
         assert await it.reconcile() is None

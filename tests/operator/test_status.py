@@ -421,6 +421,25 @@ ROWS = [
         {"activeDeadlineSeconds": 60},
     ),
     Row(
+        "all is stored when the active deadline ends",
+        observed(workers_job(succeeded=4, conditions=job_condition("Complete"))),
+        "Finishing",
+        ["SuccessCriteriaMet=False/ShardsDone"],
+        "4 of 4 shards are done",
+        WITH_WORKERS,
+        {"activeDeadlineSeconds": 60},
+    ),
+    Row(
+        "all is stored, and its aggregation does not end",
+        observed(workers_job(succeeded=4, conditions=job_condition("Complete"))),
+        "Failed",
+        ["FailureTarget=True/DeadlineExceeded"],
+        "all trajectories are stored",
+        WITH_WORKERS,
+        {"activeDeadlineSeconds": 60, "startupDeadlineSeconds": 30},
+        seconds=5000,
+    ),
+    Row(
         "the engine refuses",
         observed(deployment(), pods=engine(**terminated(78, "no such model: org/model"))),
         "Failed",
@@ -1008,6 +1027,8 @@ def test_deadlines() -> None:
     # Of a job that runs nothing is due but its own end.
     assert next_deadline(job(**spec), started, at(1800)) == 1800
     assert next_deadline(job(**spec), started, at(3599)) == 1
+    # With all trajectories stored, their aggregation has startupDeadlineSeconds more.
+    assert next_deadline(job(**spec), started, at(3700)) == 1700
     over = {"conditions": [condition("Complete", True, "X", seconds=10)]}
     assert next_deadline(job(**spec), over, at(20)) == 90
     assert next_deadline(job(**spec), over, at(200)) == 0

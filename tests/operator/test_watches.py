@@ -205,6 +205,34 @@ def test_what_was_written_after_the_list_was_made_stays() -> None:
     assert cache.children(KEY)
 
 
+def test_a_list_that_was_broken_off_leaves_nothing_behind() -> None:
+    cache = Cache(lambda _: None)
+    both = [versioned("Deployment", "a", 3), versioned("Deployment", "b", 4)]
+    cache.add_page(DEPLOYMENTS, None, both[:1], "10", first=True, last=False)
+    # Its second page never came, and "a" was deleted before the next list.
+    cache.add_page(DEPLOYMENTS, None, both[1:], "12", first=True, last=True)
+    assert {name for _, name in cache.children(KEY)} == {"b"}
+    cache.add_page(DEPLOYMENTS, None, both[:1], "14", first=True, last=False)
+    cache.add_page(DEPLOYMENTS, None, both[1:], "14", first=False, last=True)
+    assert {name for _, name in cache.children(KEY)} == {"a", "b"}
+
+
+def test_a_history_that_was_restored_from_a_backup_replaces_what_was_seen() -> None:
+    cache = Cache(lambda _: None)
+    seen = [versioned("Deployment", "a", 900, "1"), versioned("Deployment", "gone", 950, "2")]
+    cache.add_page(DEPLOYMENTS, None, seen, "1000", last=True)
+    restored = versioned("Deployment", "a", 400, "1") | {"spec": {"replicas": 7}}
+    cache.add_page(DEPLOYMENTS, None, [restored], "500", last=True)
+    assert {name: item["spec"] for (_, name), item in cache.children(KEY).items()} == {"a": {"replicas": 7}}
+    # What happens from there on is new, although its versions were seen before.
+    cache.add_event(DEPLOYMENTS, versioned("Deployment", "a", 501, "1"), deleted=False)
+    cache.add_event(DEPLOYMENTS, versioned("Deployment", "b", 502, "3"), deleted=False)
+    assert {name: item["metadata"]["resourceVersion"] for (_, name), item in cache.children(KEY).items()} == {
+        "a": "501",
+        "b": "502",
+    }
+
+
 @given(st.data())
 def test_whatever_the_order_of_lists_and_events_the_end_is_the_truth(data: st.DataObject) -> None:
     """A server's history, its events delivered late and in part, then a list."""
@@ -228,6 +256,10 @@ def test_whatever_the_order_of_lists_and_events_the_end_is_the_truth(data: st.Da
             now.pop(name, None)
         else:
             now[name] = (version, uid)
+        if data.draw(st.booleans()):
+            # A list that is broken off after its first page.
+            page = [versioned("Deployment", name, version, uid) for name, (version, uid) in now.items()]
+            cache.add_page(DEPLOYMENTS, None, page[:1], str(version), first=True, last=False)
     items = [versioned("Deployment", name, version, uid) for name, (version, uid) in now.items()]
     cache.add_page(DEPLOYMENTS, None, items, str(cut), last=True)
     # What still lay in a queue when the list came.

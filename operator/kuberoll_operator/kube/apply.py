@@ -43,7 +43,7 @@ class Applier:
     def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
-        self._last_writes: dict[str, tuple[str, object]] = {}
+        self._last_writes: dict[Key, dict[str, tuple[str, object]]] = {}
         self._created: dict[Key, set[tuple[str, str]]] = {}
         self._conflicts: dict[Key, dict[tuple[str, str], float]] = {}
 
@@ -62,17 +62,22 @@ class Applier:
         if live is not None and self._unchanged(wanted, live):
             return None
         found = await self._client.apply(wanted, names.MANAGER, force=wanted["kind"] in FORCED_KINDS)
-        self._last_writes[found["metadata"]["uid"]] = (_digest(wanted), _write_version(found))
+        self._last_writes.setdefault(_job_of(wanted), {})[found["metadata"]["uid"]] = (
+            _digest(wanted),
+            _write_version(found),
+        )
         return found
 
-    def forget(self, uid: str) -> None:
-        """Forget a deleted object."""
-        self._last_writes.pop(uid, None)
+    def forget(self, key: Key, uid: str) -> None:
+        """Forget a deleted object of a job."""
+        self._last_writes.get(key, {}).pop(uid, None)
 
-    def forget_job(self, key: Key) -> None:
-        """Forget a job that is gone or has finished."""
+    def forget_job(self, key: Key, *, gone: bool) -> None:
+        """Forget a job that has finished or is gone; if it is gone, its objects too, which Kubernetes deletes."""
         self._created.pop(key, None)
         self._conflicts.pop(key, None)
+        if gone:
+            self._last_writes.pop(key, None)
 
     def mark_missing(self, key: Key, name: str) -> None:
         """Note that an object that was created for a job, and is never read, does not exist."""
@@ -81,7 +86,7 @@ class Applier:
 
     async def _create(self, wanted: Object) -> None:
         metadata = wanted["metadata"]
-        key = Key(metadata["namespace"], metadata["labels"][names.JOB_LABEL])
+        key = _job_of(wanted)
         created = self._created.setdefault(key, set())
         # A successor of the same name has another uid and its own objects.
         place = (metadata["ownerReferences"][0]["uid"], metadata["name"])
@@ -106,10 +111,8 @@ class Applier:
             return True
         # Values that the API server normalizes (quantities) never compare equal, but are unchanged since the last
         # write.
-        return covers(live, wanted) or self._last_writes.get(live["metadata"]["uid"]) == (
-            _digest(wanted),
-            _write_version(live),
-        )
+        last = self._last_writes.get(_job_of(wanted), {}).get(live["metadata"]["uid"])
+        return covers(live, wanted) or last == (_digest(wanted), _write_version(live))
 
 
 def covers(live: Any, wanted: Any) -> bool:
@@ -128,6 +131,10 @@ def covers(live: Any, wanted: Any) -> bool:
 def hash_text(text: str) -> str:
     """A text as the cache keeps it: prefix and digest."""
     return HASH_PREFIX + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _job_of(wanted: Object) -> Key:
+    return Key(wanted["metadata"]["namespace"], wanted["metadata"]["labels"][names.JOB_LABEL])
 
 
 def _digest(item: Object) -> str:

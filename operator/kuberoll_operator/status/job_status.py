@@ -94,7 +94,10 @@ def next_deadline(job: RolloutJob, status: Mapping[str, Any], now: datetime, *, 
         # Delayed numbers are written by then; anything new comes with an event or from polling.
         due = [] if written is None or written <= now else [written]
         if not is_true(status, conditions.SUCCESS_CRITERIA_MET):
-            due += [active_deadline(job, status), *startup_deadlines(job, status).values()]
+            due += [active_deadline(job, status, stored=stored) for stored in (False, True)]
+            due += startup_deadlines(job, status).values()
+            # One that has passed without failing the job does not apply to it anymore.
+            due = [time for time in due if time is not None and time > now]
     seconds = [(time - now).total_seconds() for time in due if time is not None]
     return max(0.0, min(seconds)) if seconds else None
 
