@@ -445,6 +445,28 @@ def test_an_object_exported_from_a_cluster_is_accepted() -> None:
     assert mistakes_of(edited("  name: puzzles", added) + "status: {phase: Running}\n") == []
 
 
+@pytest.mark.parametrize(
+    ("added", "field", "message"),
+    [
+        ("NAMESPACE: x", "metadata.NAMESPACE", "unknown field"),
+        ("lables: {a: b}", "metadata.lables", "unknown field"),
+        ("annotations: {a/b/c: b}", "metadata.annotations.a/b/c", "the key must be letters"),
+        ("annotations: {team a: b}", 'metadata.annotations."team a"', "the key must be letters"),
+    ],
+)
+def test_metadata_that_no_api_server_takes_is_refused(added: str, field: str, message: str) -> None:
+    mistake = only_mistake(edited("  name: puzzles", f"  name: puzzles\n  {added}"))
+    assert mistake.field == field
+    assert message in mistake.message
+
+
+def test_labels_are_those_of_kubernetes() -> None:
+    mistake = only_mistake(edited('{team: "7"}', '{team: "\\e[2J"}'))
+    assert mistake.field == "metadata.labels.team"
+    assert "the value of a label, as in Kubernetes" in mistake.message
+    assert "the key must be letters" in only_mistake(edited('{team: "7"}', "{-team: a}")).message
+
+
 def test_the_text_of_many_mistakes_fits_a_screen() -> None:
     error = ManifestError([Mistake("f", number, "a", "b") for number in range(MOST_SHOWN + 3)])
     lines = str(error).splitlines()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
@@ -47,11 +47,27 @@ _LIFE = Traits(identity=False, change="AnyTime", reader="Operator", place="Clust
 _WORK = Traits(change="Suspended", reader="Pods", place="Anywhere")
 
 
+_OTHER_METADATA: Final = (
+    *("clusterName", "creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers"),
+    *("generateName", "generation", "managedFields", "ownerReferences", "resourceVersion", "selfLink", "uid"),
+)
+"""Fields of Kubernetes' ObjectMeta that an exported object may have, besides those of the model."""
+
+
 class ObjectMeta(Model):
     """The part of Kubernetes' ObjectMeta that a manifest may contain."""
 
     # Fields that an API server adds to an exported object are accepted and ignored.
     model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_unknown_fields(cls, found: Any) -> Any:
+        for key in found if isinstance(found, dict) else ():
+            if key not in cls.model_fields and key not in _OTHER_METADATA:
+                known = ", ".join(cls.model_fields)
+                raise contradiction(f"unknown field; Kubernetes has no such metadata, and KubeRoll reads {known}", key)
+        return found
 
     name: Annotated[str, StringConstraints(pattern=JOB_NAME_PATTERN, min_length=1, max_length=MAX_NAME_LENGTH)] = Field(
         description="Name of the job: a DNS label like a Service's name, short enough for the names of its children."

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 from pydantic.alias_generators import to_camel
 from pydantic.config import JsonDict
+
+from kuberoll_api.model.contradictions import contradiction
 
 # Children are named "<job>-<suffix>"; a pod of an Indexed Job adds "-<index>-<5 characters>" and must stay within the
 # 63 characters of a DNS label.
@@ -55,8 +58,23 @@ Quantity = (
     Annotated[str, StringConstraints(pattern=QUANTITY_PATTERN, min_length=1, max_length=64)]
     | Annotated[int, Field(ge=0, le=MAX_COUNT)]
 )
-Labels = Annotated[dict[str, Annotated[str, StringConstraints(max_length=63)]], Field(max_length=256)]
-Annotations = Annotated[dict[str, LongText], Field(max_length=256)]
+
+
+def _kubernetes_keys(found: dict[str, str]) -> dict[str, str]:
+    # The CRD's schema cannot say it; the API server does for metadata, and when pods are made.
+    for key in found:
+        if not re.fullmatch(LABEL_KEY_PATTERN, key) or len(key.rpartition("/")[2]) > 63 or len(key) > 317:
+            message = "the key must be letters, digits, -, _ and ., at most 63, alone or after DOMAIN/"
+            raise contradiction(message, key)
+    return found
+
+
+Labels = Annotated[
+    dict[str, Annotated[str, StringConstraints(pattern=LABEL_VALUE_PATTERN, max_length=63)]],
+    Field(max_length=256),
+    AfterValidator(_kubernetes_keys),
+]
+Annotations = Annotated[dict[str, LongText], Field(max_length=256), AfterValidator(_kubernetes_keys)]
 
 
 class Model(BaseModel):
