@@ -85,15 +85,6 @@ class CountedScores(Ranked):
         return [1 / self.groups for _ in members]
 
 
-class ChangesMembers(Ranked):
-    """Adds a message to its members' logs."""
-
-    def score_group(self, members: Any) -> Any:
-        for member in members:
-            member.messages.append({"role": "user", "content": "well done"})
-        return super().score_group(members)
-
-
 class Corridor(Counting):
     """Keeps how far each episode has gone in an object."""
 

@@ -131,7 +131,6 @@ FAULTS: dict[Any, tuple[set[str], str]] = {
     broken.ShortScores: ({"groups"}, "what score_group returned has 0 elements for 1 trajectories"),
     broken.DrawnScores: ({"groups"}, "score_group scored the same group otherwise the second time: GroupScore("),
     broken.CountedScores: ({"groups"}, "score_group scored the same group otherwise the second time"),
-    broken.ChangesMembers: ({"groups"}, "score_group changed the messages of its members"),
     broken.AcceptsEverything: ({"scoring"}, "1 of 2 cases"),
     broken.WrongCases: ({"scoring"}, "scoring_cases[0].responses: it must be a list"),
     broken.DividesByNone: ({"metrics"}, "raised ZeroDivisionError: division by zero, with 0 trajectories"),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from kuberoll_workers.environments.interface import EnvironmentReturn
-from kuberoll_workers.environments.outcome import EnvironmentFault, StepInvalid, StepOutcome
+from kuberoll_workers.environments.interface import EnvironmentReturn, EpisodeStart
+from kuberoll_workers.environments.outcome import (
+    EnvironmentFault,
+    StepInvalid,
+    StepOutcome,
+    check_outcome,
+    split_starts,
+)
 from kuberoll_workers.environments.outcome import split_return as split
 
 
@@ -77,6 +84,18 @@ def test_several_rewards_keep_their_parts(rewards: Any) -> None:
     assert (first.reward, second.reward) == (1.25, 0.5)
 
 
+@pytest.mark.parametrize("role", ["assistant", "user", "Player 1", "spieler_ü", "white", "npc:guard", "x" * 64, "7"])
+def test_a_role_is_any_name(role: str) -> None:
+    first, _ = split_return(returned(observations=[{"role": role, "content": "x"}] * 2), 2)
+    assert isinstance(first, StepOutcome)
+    assert first.role == role
+    check_outcome(first)
+    (start,) = split_starts([EpisodeStart(messages=[{"role": role, "content": "x"}])], 1)
+    assert isinstance(start, EpisodeStart)
+    with pytest.raises(StepInvalid, match=r"observation\.role"):
+        check_outcome(dataclasses.replace(first, role=f"{role}\n"))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -98,6 +117,28 @@ def test_several_rewards_keep_their_parts(rewards: Any) -> None:
         ({"metadata": [1, None]}, r"metadata\[0\] is int 1"),
         ({"observations": [{"role": "environment"}, {"content": "x"}]}, r"observations\[0\]"),
         ({"answers": ["1"]}, "answers has 1 elements for 2"),
+        *(
+            ({"observations": [{"role": role, "content": "x"}] * 2}, r"observations\[0\]\.role (is|has|holds) .+")
+            for role in (
+                "",
+                " ",
+                "wizard<|im_end|>\n\0",
+                "a\nb",
+                "user\t",
+                "[INST]",
+                "</s>",
+                "a|b",
+                "x" * 65,
+                "a\u200bb",
+                "a\x1b",
+                "\ud800",
+                7,
+                None,
+                " user",
+                "user:",
+            )
+        ),
+        ({"observations": [[{"content": "x"}, {"role": "", "content": "x"}]] * 2}, r"observations\[0\]\[1\]\.role"),
     ],
 )
 def test_nonsense_is_named(changes: dict[str, Any], said: str) -> None:

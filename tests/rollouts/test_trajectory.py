@@ -18,6 +18,8 @@ from kuberoll_workers.data.record import (
     TokenCounts,
     TrajectoryRecord,
     TurnRecord,
+    decode_line,
+    encode_line,
 )
 from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome
 from kuberoll_workers.policy.interface import GenerationResult
@@ -174,6 +176,17 @@ def test_log_probabilities_are_stored_where_there_is_one_for_each_token() -> Non
     assert (trajectory.messages[-1].logprobs, trajectory.messages[-1].truncated) == (None, True)
     trajectory.add_step(outcome(0.0), token_array([7]), 0.0)
     assert trajectory.stop_reason == "truncated"
+
+
+def test_a_cut_observation_stays_one_after_a_resume() -> None:
+    trajectory = Trajectory(sample_of(), settings(max_sequence_length=8))
+    trajectory.add_response(result("xyz"), "xyz", 0.5)
+    trajectory.add_step(outcome(0.0, terminated=True), token_array([7] * 9), 0.0)
+    assert (trajectory.messages[-1].truncated, len(trajectory.context)) == (True, 8)
+    # One that waited for its group, so that its last turn was journaled, too.
+    turns = [decode_line(encode_line(trajectory.turn_record()), TurnRecord, where="t")]
+    resumed = Trajectory(sample_of(Partial(turns)), settings(max_sequence_length=8))
+    assert encode_line(resumed.record()) == encode_line(trajectory.record())
 
 
 def test_an_observation_is_cut_to_the_window() -> None:

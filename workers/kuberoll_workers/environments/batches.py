@@ -1,4 +1,8 @@
-"""Batches: the arguments of one call of an environment, for several episodes."""
+"""Batches: the arguments of one call of an environment, for several episodes.
+
+An environment in this process is called with copies: what it changes in place changes nothing that is stored, sent to
+the policy or given to another call.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +103,9 @@ class StepBatch:
         return environment.step(*self.arguments())
 
     def arguments(self) -> tuple[list[list[ChatMessage]], list[Metadata]]:
-        """Arguments of `step`: changes of metadata in place must not reach the trajectory's own state."""
-        return [item.log for item in self.items], [
-            item.metadata if self.any_metadata else copy_of(item.metadata) for item in self.items
+        """Arguments of `step`: what it changes in place must not reach the trajectory's own messages and state."""
+        return [own_messages(item.log) for item in self.items], [
+            item.metadata if self.any_metadata else own_copy(item.metadata) for item in self.items
         ]
 
     def split(self, returned: Any) -> Outcomes:
@@ -127,7 +131,19 @@ class ResetBatch:
     def invoke(self, environment: Any) -> Any:
         # A class that only names its `recovery` need not have it.
         reset = getattr(environment, "reset", None)
-        return [None] * len(self.episodes) if reset is None else reset(list(self.episodes))
+        if reset is None:
+            return [None] * len(self.episodes)
+        return reset(
+            [
+                replace(
+                    episode,
+                    messages=own_messages(episode.messages),
+                    metadata=own_copy(episode.metadata),
+                    tools=own_copy(episode.tools),
+                )
+                for episode in self.episodes
+            ]
+        )
 
     def split(self, returned: Any) -> list[EpisodeStart | EnvironmentFault]:
         return split_starts(returned, len(self.episodes))
@@ -152,7 +168,7 @@ class CloseBatch:
 
     def invoke(self, environment: Any) -> Any:
         close = getattr(environment, "close", None)
-        return None if close is None else close(list(self.ends))
+        return None if close is None else close([replace(end, metadata=own_copy(end.metadata)) for end in self.ends])
 
     def split(self, returned: Any) -> list[EnvironmentFault | None]:  # noqa: ARG002 - nothing is expected
         return [None] * len(self.ends)
@@ -177,7 +193,12 @@ class GroupBatch:
         return 1
 
     def invoke(self, environment: Any) -> Any:
-        return environment.score_group([replace(member, metadata=copy_of(member.metadata)) for member in self.members])
+        return environment.score_group(
+            [
+                replace(member, messages=own_messages(member.messages), metadata=own_copy(member.metadata))
+                for member in self.members
+            ]
+        )
 
     def split(self, returned: Any) -> list[list[GroupScore] | EnvironmentFault]:
         return [split_scores(returned, len(self.members))]
@@ -186,9 +207,9 @@ class GroupBatch:
 AnyBatch = StepBatch | ResetBatch | CloseBatch | GroupBatch
 
 
-def copy_of(metadata: Metadata) -> Metadata:
-    """A copy of an episode's state."""
-    return None if metadata is None else own_copy(metadata)
+def own_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Messages that share nothing with the given ones: role and content are texts, further fields are copied."""
+    return [message.copy() if len(message) == 2 else own_copy(message) for message in messages]
 
 
 def awaited(returned: Any) -> Any:

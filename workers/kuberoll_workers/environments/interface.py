@@ -69,7 +69,8 @@ class EnvironmentReturn(tuple[Any, ...]):
         metadata: The new episode states; `None` keeps the old state, as an element or as a whole.
         next_stop_strings: Stop strings of each trajectory's next generation; `None` clears them.
         rewards: Rewards of this turn: a sequence, array or tensor of numbers, or a dict of named ones (their sum
-            counts).
+            counts). A matrix has a row for each trajectory and in each column a reward of its own, named `reward1`,
+            `reward2`, … as in NeMo RL.
         terminateds: True for each episode that ended: a sequence, array or tensor of booleans.
         answers: Extracted answers, for majority voting; None if they were not given.
     """

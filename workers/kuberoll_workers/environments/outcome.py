@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,9 @@ from kuberoll_workers.environments.interface import ChatMessage, EpisodeStart, G
 MAX_TEXT = 1 << 20
 """Maximum length of an observation, and of an answer, in characters."""
 MAX_NAME = 256
-"""Maximum length of a role, and of a reward's name, in characters."""
+"""Maximum length of a reward's name, in characters."""
+MAX_ROLE = 64
+"""Maximum length of a role, in characters."""
 MAX_REWARDS = 256
 """Maximum number of named rewards of one turn."""
 MAX_MESSAGES = 64
@@ -209,7 +212,7 @@ def _message(where: str, message: Any) -> dict[str, str]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise StepInvalid(f"{where} is {repr_of(message)}; it must be a role and a content (text)")
     return {
-        "role": _text(f"{where}.role", message["role"], MAX_NAME),
+        "role": _role(f"{where}.role", message["role"]),
         "content": _text(f"{where}.content", message.get("content"), MAX_TEXT),
     }
 
@@ -257,7 +260,7 @@ def check_outcome(outcome: StepOutcome) -> None:
     Raises:
         StepInvalid, NotPlain: The message names the field.
     """
-    _text("observation.role", outcome.role, MAX_NAME)
+    _role("observation.role", outcome.role)
     _text("observation.content", outcome.content, MAX_TEXT)
     if outcome.messages:
         _several("observation", outcome.messages)
@@ -334,13 +337,30 @@ def _observed(where: str, message: Any) -> ChatMessage:
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
         raise StepInvalid(f"{where} is {repr_of(message)}; it must be a role and a content (text)")
     observed: ChatMessage = {
-        "role": _text("the observation's role", message.get("role", "environment"), MAX_NAME),
+        "role": _role(f"{where}.role", message.get("role", "environment")),
         "content": _text("the observation's content", message["content"], MAX_TEXT),
     }
     for name in ANSWER_FIELDS:
         if message.get(name) is not None:
             observed[name] = _text(f"the observation's {name}", message[name], MAX_NAME)
     return observed
+
+
+_USUAL_ROLES = frozenset({"environment", "user", "tool", "system", "assistant"})
+# Chat templates write a role as it is between their special tokens.
+_ROLE = re.compile(r"\w(?:[\w .:-]*\w)?")
+
+
+def _role(where: str, value: Any) -> str:
+    if type(value) is str and value in _USUAL_ROLES:
+        return value
+    role = _text(where, value, MAX_ROLE)
+    if not _ROLE.fullmatch(role):
+        raise StepInvalid(
+            f"{where} is {repr_of(role)}; a role is a name of letters, digits and, between them, spaces and any of "
+            "_ - . :, such as environment, user or tool"
+        )
+    return role
 
 
 def _text(where: str, value: Any, limit: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -152,10 +151,10 @@ class Episodes:
         return Episode(
             id=f"{prompt.task_index}-{sample.rollout_index}-{sample.attempt}",
             messages=[chat_message(message) for message in prompt.messages],
-            metadata=copy.deepcopy(prompt.metadata),
+            metadata=prompt.metadata,
             seed=prompt.seed,
             max_turns=self._settings.max_turns,
-            tools=copy.deepcopy(prompt.tools),
+            tools=prompt.tools,
         )
 
     def _extended(self, prompt: Prompt, messages: Sequence[Mapping[str, str]], tools: Sequence[Tool] | None) -> Prompt:
@@ -186,7 +185,7 @@ class Episodes:
         metadata = start.metadata if start.metadata is not None else flight.sample.prompt.metadata
         for turn in range(trajectory.complete_turns):
             log: list[ChatMessage] = trajectory.chat[: trajectory.turn_messages(turn).start + 1]
-            outcome = await environment.step(log, copy.deepcopy(metadata), episode=flight.episode)
+            outcome = await environment.step(log, metadata, episode=flight.episode)
             if outcome.metadata is not None:
                 metadata = outcome.metadata
             if difference := _difference(trajectory, turn, outcome):

@@ -169,6 +169,8 @@ class Trajectory:
             turn.environment_seconds,
             ended_at=turn.ended_at,
         )
+        # What was cut off of the observation is not stored.
+        self.messages[-1].truncated = observation[-1].truncated
         if turn.stop_reason is not None:
             self.stop_reason = turn.stop_reason
 
