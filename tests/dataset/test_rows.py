@@ -208,6 +208,8 @@ def test_the_seeds_that_gym_numbered_rollouts_with_make_no_other_rows() -> None:
 
 
 def test_gym_s_extra_settings_are_sampling() -> None:
+    assert parse(gym(metadata={"extra_body": '{"stop": "END"}'})).stop_strings == parse(gym(stop="END")).stop_strings
+    assert parse(gym(metadata={"extra_body": '{"stop": ["a", "b"]}'})).stop_strings == ("a", "b")
     row = parse(gym(metadata={"extra_body": '{"top_k": 5, "min_p": 0.1}'}))
     assert row.sampling == {"top_k": 5, "min_p": 0.1}
 

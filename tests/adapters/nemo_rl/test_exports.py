@@ -31,6 +31,10 @@ ARGUMENTS = {
     "run_async_multi_turn_rollout": (
         "policy_generation input_batch tokenizer task_to_env max_seq_len max_rollout_turns=999999 greedy=False"
     ),
+    "run_async_multi_turn_rollout_groups": (
+        "policy_generation input_batch tokenizer task_to_env max_seq_len num_generations max_rollout_turns=999999 "
+        "greedy=False deduplicate_multimodal_data=False"
+    ),
     "batched_message_log_to_flat_message": "message_log_batch pad_value_dict=None make_sequence_length_divisible_by=1",
     "get_keys_from_message_log": "message_log keys",
     "run_async_nemo_gym_rollout": (
@@ -60,7 +64,7 @@ def test_arguments(name: str) -> None:
 
 def test_every_exported_name_is_there() -> None:
     classes = {"BatchedDataDict", "NemoGymRolloutResult", "PublishedWeights", "RolloutFailed", "RolloutLimits"}
-    classes |= {"ServedGeneration"}
+    classes |= {"RolloutGroupResult", "ServedGeneration"}
     assert set(nemo_rl.__all__) == {*ARGUMENTS, *classes}
     for name in nemo_rl.__all__:
         assert getattr(nemo_rl, name).__name__ == name

@@ -262,7 +262,11 @@ async def test_one_sample_s_turn() -> None:
     ]
     policy = FakePolicy(lambda prompt, stops: "xyz")
     returned, generated, lengths, metrics = await async_generate_response_for_sample_turn(
-        policy, log, ["z"], CharacterTokenizer(), max_seq_len=100, greedy=True
+        *(policy, log, ["z"], CharacterTokenizer()),
+        max_seq_len=100,
+        greedy=True,
+        sample_multimodal_data={},
+        deduplicate_multimodal_data=True,
     )
     assert returned is log
     assert contents(log)[-1] == ("assistant", "xyz")
@@ -270,3 +274,28 @@ async def test_one_sample_s_turn() -> None:
     assert lengths.tolist() == [2]
     assert metrics["total_generated_tokens"] == 3
     assert (policy.calls, policy.stops, policy.greedy) == ([["ab"]], [["z"]], [True])
+
+
+async def test_one_sample_s_images_are_refused_before_anything_is_generated() -> None:
+    policy = FakePolicy()
+    log = [{"role": "user", "content": "ab", "token_ids": ids_of("ab")}]
+    with pytest.raises(ValueError, match="found pixel_values; only text is supported"):
+        await async_generate_response_for_sample_turn(
+            policy, log, None, CharacterTokenizer(), 100, sample_multimodal_data={"pixel_values": torch.zeros(1)}
+        )
+    assert policy.calls == []
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize(("settings", "enabled"), [({}, False), ({"use_async_rollouts": True}, True)])
+async def test_sglang_generates_asynchronously_where_it_is_told_to(settings: dict[str, Any], enabled: bool) -> None:
+    policy = FakePolicy(lambda prompt, stops: "x")
+    policy.sglang_cfg = {"backend": "sglang", **settings}  # type: ignore[attr-defined]
+    log = [{"role": "user", "content": "ab", "token_ids": ids_of("ab")}]
+    asked = async_generate_response_for_sample_turn(policy, log, None, CharacterTokenizer(), 100)
+    if enabled:
+        await asked
+    else:
+        with pytest.raises(AssertionError, match="with SGLang use_async_rollouts=True"):
+            await asked
+    assert len(policy.calls) == enabled

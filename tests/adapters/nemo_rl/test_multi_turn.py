@@ -18,6 +18,7 @@ from kuberoll_workers.adapters.nemo_rl import (
     RolloutLimits,
     batched_message_log_to_flat_message,
     run_async_multi_turn_rollout,
+    run_async_multi_turn_rollout_groups,
     run_multi_turn_rollout,
     run_sample_multi_turn_rollout,
 )
@@ -713,3 +714,25 @@ def test_states_may_be_any_objects(runs: Any) -> None:
         FakePolicy(), batch_of({"board": board}), CharacterTokenizer(), {"env": Playing()}, 100, max_rollout_turns=3
     )
     assert final["extra_env_info"][0]["board"].moves == 1
+
+
+async def test_groups_are_those_of_the_batch_with_their_own_metrics() -> None:
+    batch = batch_of(*({"turns": turns} for turns in (1, 1, 2, 3, 1, 1)), prompts=list("aabbcc"))
+    whole, _ = await asyncio.to_thread(roll, run_async_multi_turn_rollout, copy.deepcopy(batch))
+    groups = [group async for group in roll(run_async_multi_turn_rollout_groups, batch, num_generations=2)]
+    assert [group.group_index for group in groups] == [0, 1, 2]
+    assert [group.task_index for group in groups] == [None] * 3
+    assert [group.rollout_metrics["total_turns"] for group in groups] == [2, 5, 2]
+    for number, group in enumerate(groups):
+        assert isinstance(group.final_batch, BatchedDataDict)
+        assert same(group.final_batch, whole.slice(2 * number, 2 * number + 2))
+
+
+@pytest.mark.parametrize(("size", "number"), [(3, 2), (2, 0), (2, -1)])
+async def test_a_batch_that_has_no_whole_groups_calls_nothing(size: int, number: int) -> None:
+    policy = FakePolicy()
+    batch = batch_of(*({"turns": 1} for _ in range(size)), prompts=["a"] * size)
+    groups = roll(run_async_multi_turn_rollout_groups, batch, policy, num_generations=number)
+    with pytest.raises(ValueError, match="num_generations"):
+        await anext(groups)
+    assert policy.calls == []

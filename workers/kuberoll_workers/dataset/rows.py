@@ -385,7 +385,7 @@ def _plain_request(row: dict[str, Any], where: str) -> dict[str, Any]:
             raise DatasetError(
                 f"{where}: {_EXTRA_BODY}.{key}: responses_create_params.{key} is another value; keep one of the two"
             )
-        if key not in _PARAMETERS:
+        if key not in _PARAMETERS and key != "stop":
             raise DatasetError(f"{where}: {_EXTRA_BODY}.{key}: {_why_refused(key)}")
     numbered = any(row.get(name) is not None for name in _ROLLOUT_FIELDS) and ("seed" in params or "seed" in extra)
     if not extra and not numbered:

@@ -21,7 +21,9 @@ from kuberoll_workers.adapters.nemo_rl.message_logs import (
 )
 from kuberoll_workers.adapters.nemo_rl.rewards import calculate_rewards
 from kuberoll_workers.adapters.nemo_rl.rollout import (
+    RolloutGroupResult,
     run_async_multi_turn_rollout,
+    run_async_multi_turn_rollout_groups,
     run_multi_turn_rollout,
     run_sample_multi_turn_rollout,
 )
@@ -32,6 +34,7 @@ __all__ = [
     "NemoGymRolloutResult",
     "PublishedWeights",
     "RolloutFailed",
+    "RolloutGroupResult",
     "RolloutLimits",
     "ServedGeneration",
     "async_generate_response_for_sample_turn",
@@ -41,6 +44,7 @@ __all__ = [
     "generate_responses_async",
     "get_keys_from_message_log",
     "run_async_multi_turn_rollout",
+    "run_async_multi_turn_rollout_groups",
     "run_async_nemo_gym_rollout",
     "run_multi_turn_rollout",
     "run_nemo_gym_rollout_sync",

@@ -92,6 +92,9 @@ async def async_generate_response_for_sample_turn(
     tokenizer: Any,
     max_seq_len: int,  # noqa: ARG001 - NeMo RL's signature; how long responses may be is the policy's configuration
     greedy: bool = False,
+    *,
+    sample_multimodal_data: Mapping[str, Any] | None = None,
+    deduplicate_multimodal_data: bool = False,  # noqa: ARG001 - newer callers pass it; there is only text
 ) -> tuple[MessageLog, torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Generate one sample's response and append it to its message log, in place.
 
@@ -99,8 +102,11 @@ async def async_generate_response_for_sample_turn(
         The message log, the generated ids, int64, the prompt's length, `[1]`, and the metrics.
 
     Raises:
+        ValueError: There are images or other media, which are not supported.
         AssertionError, PolicyUnavailable, Exception: As of `generate_responses_async`.
     """
+    if sample_multimodal_data:
+        raise ValueError(f"sample_multimodal_data: found {', '.join(sample_multimodal_data)}; only text is supported")
     batch_type = batch_class()
     flat, lengths = batched_message_log_to_flat_message(
         [[{TOKEN_IDS: token_ids_of(message[TOKEN_IDS])} for message in sample_message_log]],

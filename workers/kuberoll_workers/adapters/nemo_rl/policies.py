@@ -72,10 +72,13 @@ def require_async(policy_generation: Any) -> None:
     cfg = getattr(policy_generation, "cfg", None)
     engine = cfg.get("vllm_cfg") if isinstance(cfg, Mapping) else None
     enabled = not isinstance(engine, Mapping) or engine.get("async_engine", False)
+    sglang = getattr(policy_generation, "sglang_cfg", None)
+    if isinstance(sglang, Mapping) and sglang.get("backend") == "sglang":
+        enabled = sglang.get("use_async_rollouts", False)
     if not enabled or not callable(getattr(policy_generation, "generate_async", None)):
         raise AssertionError(
             "Async generation is not enabled. The policy needs a generate_async method and, where it has a vllm_cfg, "
-            "async_engine=True in it."
+            "async_engine=True in it; with SGLang use_async_rollouts=True."
         )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from kuberoll_workers.adapters.nemo_rl.batched_data_dict import batch_class
@@ -117,6 +119,25 @@ def run_async_multi_turn_rollout(
         ValueError: A task has no environment, or a row cannot be used; nothing was called then.
         RolloutFailed: Samples failed, and `on_failure` is "raise".
     """
+    policy, results = _run_async(
+        *(policy_generation, input_batch, tokenizer, task_to_env, max_seq_len, max_rollout_turns),
+        greedy=greedy,
+        limits=limits,
+    )
+    return _finish(input_batch, results, policy, on_failure, histograms)
+
+
+def _run_async(
+    policy_generation: Any,
+    input_batch: Any,
+    tokenizer: Any,
+    task_to_env: Mapping[str, Any],
+    max_seq_len: int,
+    max_rollout_turns: int | None,
+    *,
+    greedy: bool,
+    limits: RolloutLimits | None,
+) -> tuple[StreamPolicy, list[Result]]:
     caller, pad = CallerContext(), pad_token_of(tokenizer)
     samples = samples_of(input_batch, task_to_env)
     limits = limits or RolloutLimits()
@@ -128,8 +149,70 @@ def run_async_multi_turn_rollout(
         max_sequence_length=max_seq_len,
     )
     policy = StreamPolicy(policy_generation, greedy=greedy, pad_token_id=pad, batch_type=batch_class(input_batch))
-    results = run_sync(lambda: _run(policy, samples, tokenizer, task_to_env, settings, limits), caller)
-    return _finish(input_batch, results, policy, on_failure, histograms)
+    return policy, run_sync(lambda: _run(policy, samples, tokenizer, task_to_env, settings, limits), caller)
+
+
+@dataclass(slots=True)
+class RolloutGroupResult:
+    """One prompt group's rollouts.
+
+    Attributes:
+        group_index: Its place in the batch, from 0.
+        final_batch, rollout_metrics: As `run_async_multi_turn_rollout` returns them, of its samples only.
+        task_index: None; rows of NeMo Gym have one.
+    """
+
+    group_index: int
+    final_batch: Any
+    rollout_metrics: dict[str, Any]
+    task_index: int | None = None
+
+
+async def run_async_multi_turn_rollout_groups(
+    policy_generation: Any,
+    input_batch: Any,
+    tokenizer: Any,
+    task_to_env: Mapping[str, Any],
+    max_seq_len: int,
+    num_generations: int,
+    max_rollout_turns: int | None = 999999,
+    greedy: bool = False,
+    deduplicate_multimodal_data: bool = False,  # noqa: ARG001 - newer callers pass it; there is only text
+    *,
+    on_failure: OnFailure = "mark",
+    limits: RolloutLimits | None = None,
+    histograms: bool | None = None,
+) -> AsyncIterator[RolloutGroupResult]:
+    """Roll a batch out, each sample at its own pace; when all have ended, yield its prompt groups in order.
+
+    Args:
+        input_batch: As in `run_async_multi_turn_rollout`; the samples of a group follow each other.
+        num_generations: Number of samples of each group.
+
+    Raises:
+        ValueError: `num_generations` is not positive or does not divide the batch, a task has no environment, or a row
+            cannot be used; nothing was called then.
+        AssertionError, RolloutFailed: As `run_async_multi_turn_rollout`.
+    """
+    if num_generations <= 0:
+        raise ValueError(f"num_generations must be at least 1; found {num_generations}")
+    size = len(input_batch["message_log"])
+    if size % num_generations:
+        raise ValueError(
+            f"a batch of {size} samples cannot be divided into groups of num_generations={num_generations}"
+        )
+    policy, results = await asyncio.to_thread(
+        _run_async,
+        *(policy_generation, input_batch, tokenizer, task_to_env, max_seq_len, max_rollout_turns),
+        greedy=greedy,
+        limits=limits,
+    )
+    batch, _ = _finish(input_batch, results, policy, on_failure, histograms)
+    for start in range(0, size, num_generations):
+        group = slice(start, start + num_generations)
+        yield RolloutGroupResult(
+            start // num_generations, batch.slice(group.start, group.stop), _metrics(results[group], histograms)
+        )
 
 
 async def run_sample_multi_turn_rollout(
@@ -288,7 +371,7 @@ def _finish(
 ) -> tuple[Any, dict[str, Any]]:
     columns = batch_of(input_batch, results, with_logprobs=policy.gave_logprobs)
     batch = batch_class(input_batch)(columns)
-    metrics = metrics_of(results, histograms=loggers_take_histograms() if histograms is None else histograms)
+    metrics = _metrics(results, histograms)
     failures = [result for result in results if isinstance(result, FailureRecord)]
     if failures:
         summary = summary_of(failures, len(results))
@@ -298,3 +381,7 @@ def _finish(
         for text in distinct_tracebacks(failures):
             log.error("%s", text)
     return batch, metrics
+
+
+def _metrics(results: list[Result], histograms: bool | None) -> dict[str, Any]:
+    return metrics_of(results, histograms=loggers_take_histograms() if histograms is None else histograms)
