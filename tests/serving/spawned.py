@@ -38,3 +38,12 @@ def wait() -> None:
     import threading
 
     threading.Event().wait()
+
+
+def name(title: str) -> None:
+    """Give this process a title, and print the one that it has."""
+    import psutil
+    import setproctitle
+
+    setproctitle.setproctitle(title)
+    sys.stdout.write(f"{psutil.Process().cmdline()[0]}\n")

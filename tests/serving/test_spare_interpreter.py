@@ -40,6 +40,26 @@ def test_the_next_process_is_the_one_that_has_imported_already(tmp_path: Path, m
     assert (tmp_path / "2").read_text() == f"{second.pid} False at its start {tmp_path} "
 
 
+def test_it_can_be_named_whatever_becomes_of_its_first_variable() -> None:
+    code = (
+        "import multiprocessing, os\n"
+        "from kuberoll_workers.serving.engines.spare_interpreter import SpareInterpreter\n"
+        "from tests.serving import spawned\n"
+        "spare = SpareInterpreter(['json'])\n"
+        "os.environ['FIRST'] = 'another value'\n"
+        "with spare.used():\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=spawned.name, args=('VLLM::Named',))\n"
+        "    process.start()\n"
+        "process.join()\n"
+        "assert process.pid == spare.pid\n"
+    )
+    variables = {"FIRST": "a value", **os.environ, "SPT_NOENV": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert (done.returncode, done.stdout) == (0, "VLLM::Named\n"), done.stderr
+
+
 def test_its_exit_code_and_a_signal_that_kills_it_are_known() -> None:
     for code in (0, 7):
         with SpareInterpreter(["json"]).used():

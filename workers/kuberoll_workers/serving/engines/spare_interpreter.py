@@ -158,6 +158,7 @@ def main(*, tracker: int, work: int, modules: Sequence[str]) -> None:
         tracker: File descriptor of the parent's resource tracker.
         work: File descriptor from which the work is read.
     """
+    _find_title()
     with without_collection():
         for module in modules:
             with contextlib.suppress(Exception):
@@ -187,9 +188,19 @@ def _read(descriptor: int, size: int) -> bytes:
     return data
 
 
+def _find_title() -> None:
+    """Have `setproctitle`, by which vLLM and Ray name their processes, find the place of this process's title.
+
+    It finds it by the first environment variable, once: after that one has changed, it names nothing and says nothing.
+    """
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.getproctitle()
+
+
 def _set_environment(variables: dict[str, str]) -> None:
     threads = os.environ.get(_THREADS_VARIABLE)
-    # Only the differences: `setproctitle` finds the process's title by its first variables.
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     for name, value in variables.items():
