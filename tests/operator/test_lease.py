@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -72,9 +73,16 @@ class OneLease:
         return way  # type: ignore[no-any-return]
 
 
-def elector(server: OneLease, identity: str) -> Elector:
+def elector(server: OneLease, identity: str, *holder_clocks: Callable[[], float]) -> Elector:
     clock = asyncio.get_running_loop().time
-    return Elector(server.of(identity), namespace="system", name="lease", identity=identity, clock=clock)
+    return Elector(
+        server.of(identity),
+        namespace="system",
+        name="lease",
+        identity=identity,
+        clock=clock,
+        holder_clocks=holder_clocks,
+    )
 
 
 async def lead(one: Elector, told: list[tuple[float, str]]) -> None:
@@ -115,6 +123,53 @@ def test_who_cannot_renew_stops_before_the_next_begins() -> None:
     assert (one, two, three, four) == ("first leads", "first stops", "second leads", "first lost")
     assert stopped + 5 <= began + 2 + 0.2
     assert began - stopped < 15
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_who_wakes_up_after_a_pause_writes_nothing_until_it_has_renewed(taken: bool) -> None:
+    """The machine was paused: its monotonic clock stood still, and its time of day was set afterwards."""
+
+    async def main() -> None:
+        server, told, paused = OneLease(), list[tuple[float, str]](), 0.0
+        loop = asyncio.get_running_loop()
+        first = elector(server, "first", lambda: loop.time() + paused)
+        second = elector(server, "second")
+        leading = asyncio.create_task(lead(first, told))
+        await asyncio.sleep(21.5)
+        assert first.leading
+        if taken:
+            assert server.lease is not None
+            server.version += 1
+            metadata = {**server.lease["metadata"], "resourceVersion": str(server.version)}
+            server.lease = {**server.lease, "metadata": metadata}
+            server.lease["spec"] = {**server.lease["spec"], "holderIdentity": second.identity}
+        paused = 60.0
+        assert not first.leading
+        assert first.write_seconds() == 0
+        await asyncio.sleep(3)
+        assert first.leading is not taken
+        leading.cancel()
+
+    in_virtual_time(main())
+
+
+def test_a_clock_that_is_set_forward_takes_no_lease() -> None:
+    async def main() -> None:
+        server, told, ahead = OneLease(), list[tuple[float, str]](), 0.0
+        loop = asyncio.get_running_loop()
+        first, second = elector(server, "first"), elector(server, "second", lambda: loop.time() + ahead)
+        tasks = [asyncio.create_task(lead(first, told))]
+        await asyncio.sleep(1)
+        tasks.append(asyncio.create_task(lead(second, told)))
+        await asyncio.sleep(10)
+        ahead = 3600.0
+        await asyncio.sleep(10)
+        assert first.leading
+        assert not second.leading
+        for task in tasks:
+            task.cancel()
+
+    in_virtual_time(main())
 
 
 def test_who_was_too_late_goes_on_where_nobody_took_the_lease() -> None:

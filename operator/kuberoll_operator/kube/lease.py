@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +17,14 @@ from kuberoll_operator.model import Object
 _log = logging.getLogger(__name__)
 
 
+def _seconds_with_suspensions() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+HOLDER_CLOCKS = (time.time, *((_seconds_with_suspensions,) if hasattr(time, "CLOCK_BOOTTIME") else ()))
+"""Clocks that go on while a machine is suspended, or are set right after it was paused."""
+
+
 class LeadershipLost(Exception):
     """Another operator holds the lease."""
 
@@ -26,8 +34,12 @@ class Elector:
 
     The holder renews it every `retry_seconds`, by one request. It counts itself leader for `renew_seconds` from the
     start of the last successful renewal; others take the lease when they have seen no renewal for `lease_seconds`. Each
-    operator measures on its own monotonic clock, so differing clocks do no harm. The difference of the two times is
-    left for writes in flight to end.
+    operator measures on its own clocks, so differing clocks do no harm. The difference of the two times is left for
+    writes in flight to end.
+
+    The monotonic clock may stand still while a machine is suspended or paused. So the holder believes the fastest of
+    its clocks, and whoever waits for the lease the monotonic one. A pause that no clock of the machine shows, not even
+    the time of day, remains unseen.
 
     A holder that was late, because its process got no CPU or the API server did not answer, writes nothing until it has
     renewed the lease, and continues if no other operator has taken it in the meantime.
@@ -36,6 +48,7 @@ class Elector:
         client: Client whose writes do not depend on the leadership.
         owner: Owner reference of the lease, so that it is deleted with its owner; None to keep it.
         clock: Monotonic seconds.
+        holder_clocks: Further clocks, in seconds, that may show time in which the monotonic one stood still.
     """
 
     def __init__(
@@ -50,6 +63,7 @@ class Elector:
         retry_seconds: float = 2.0,
         owner: Object | None = None,
         clock: Callable[[], float] = time.monotonic,
+        holder_clocks: Sequence[Callable[[], float]] = HOLDER_CLOCKS,
     ) -> None:
         if not retry_seconds < renew_seconds < lease_seconds:
             raise ValueError(f"not in this order: {retry_seconds=}, {renew_seconds=}, {lease_seconds=}")
@@ -58,7 +72,9 @@ class Elector:
         self._lease, self._renew, self._retry = lease_seconds, renew_seconds, retry_seconds
         self._owner = owner
         self._clock = clock
-        self._renewed: float | None = None
+        self._holder_clocks = (clock, *holder_clocks)
+        # The holder's clocks at the start of the last renewal.
+        self._renewed: list[float] | None = None
         # The lease as it was last read or written.
         self._lease_object: Object | None = None
         # State of another holder's lease, and the time since which it is unchanged.
@@ -74,7 +90,8 @@ class Elector:
         """Seconds for which the leadership is certain; 0 if it is not."""
         if self._renewed is None:
             return 0.0
-        return max(0.0, self._renewed + self._renew - self._clock())
+        passed = max(now - then for now, then in zip(self._read_holder_clocks(), self._renewed, strict=True))
+        return max(0.0, self._renew - passed)
 
     def write_seconds(self) -> float:
         """Seconds in which a write that starts now must end; 0 if none may start."""
@@ -125,6 +142,7 @@ class Elector:
     async def _try(self) -> bool:
         """Get or renew the lease if possible; False on errors, too."""
         start = self._last_attempt = self._clock()
+        clocks = self._read_holder_clocks()
         try:
             held = self._holder() == self.identity and await self._renew_as_known()
             if not held and not await self._take(start):
@@ -135,8 +153,11 @@ class Elector:
         except ApiError as error:
             _log.warning("the lease cannot be read or renewed: %s", error)
             return False
-        self._renewed = start
+        self._renewed = clocks
         return True
+
+    def _read_holder_clocks(self) -> list[float]:
+        return [clock() for clock in self._holder_clocks]
 
     async def _renew_as_known(self) -> bool:
         """Renew the lease without reading it; False if somebody has written it since."""
