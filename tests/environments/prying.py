@@ -69,6 +69,26 @@ def _open_descriptors() -> list[str]:
     return [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]
 
 
+def _connect(path: str) -> str:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+    return "connected"
+
+
+def _send(path: str) -> str:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+        client.sendto(b"x", path)
+    return "sent"
+
+
+def _own_socket(_: str) -> str:
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.bind(f"{tempfile.gettempdir()}/own")
+        server.listen()
+        client.connect(f"{tempfile.gettempdir()}/own")
+    return "connected"
+
+
 def _lock(_: str) -> str:
     with multiprocessing.get_context("spawn").Lock():
         return "locked"
@@ -100,6 +120,9 @@ TRIES: dict[str, Callable[[str], str]] = {
     ).stdout.strip(),
     "cat": lambda path: subprocess.run(["cat", path], check=True, capture_output=True, text=True).stdout[:80],
     "lock": _lock,
+    "connect": _connect,
+    "send": _send,
+    "own socket": _own_socket,
     "resolve": lambda name: str(socket.getaddrinfo(name, 80)[0][4][0]),
     "import": lambda name: str(__import__(name).__name__),
     "mode": _touch(os.chmod, 0o600),

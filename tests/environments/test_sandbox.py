@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 
-from kuberoll_workers.environments import landlock, sandbox
+from kuberoll_workers.environments import landlock, mounts, sandbox
 from kuberoll_workers.environments.processes import ProcessExecutor
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
+from kuberoll_workers.local.engines import engines_directory
 
 SPEC = PlainSpec(name="prying", type=None, entrypoint="tests.environments.prying:Prying", config={})
 
 needs_landlock = pytest.mark.skipif(landlock.abi() == 0, reason="this kernel has no Landlock")
 
 Try = Callable[[str, str | Path | int], "asyncio.Future[str]"]
+
+
+needs_closed_sockets = pytest.mark.skipif(
+    landlock.abi() < landlock.SOCKETS_SINCE and not mounts.is_available(),
+    reason="this kernel has no Landlock of version 9, and the system gives its users no namespaces",
+)
 
 
 @asynccontextmanager
@@ -103,7 +111,7 @@ if user != os.getuid():
     os.setuid(user)
     # As a program that this user has started.
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
-if not mounts.enter_read_only_view([sys.argv[2]]):
+if not mounts.enter_view(writable=[sys.argv[2]]):
     sys.exit("no namespaces")
 os.mkdir(sys.argv[2] + "/made")
 os.chmod(sys.argv[2], 0o700)
@@ -151,7 +159,9 @@ async def test_what_is_not_writable_keeps_its_mode_owner_and_times(tmp_path: Pat
     stored.write_text("stored")
     before = stored.stat()
     places = (stored, stored.parent, own)
-    async with prying(Sandbox(protected=[str(stored.parent)], writable=[str(own)])) as attempt:
+    async with prying(
+        Sandbox(protected=[str(stored.parent)], readable=[str(tmp_path)], writable=[str(own)])
+    ) as attempt:
         for what in ("mode", "owner", "times", "attribute"):
             assert [await attempt(what, place) for place in places] == ["OSError", "OSError", "ok changed"]
     assert stored.stat() == before
@@ -184,7 +194,61 @@ async def test_what_environments_need_is_open_to_them(
         if landlock.abi():
             # Not even what is asked for by name opens what is protected, or the keys in a home that is asked for.
             assert await attempt("read", "runs/shard") == "PermissionError"
-            assert await attempt("read", home / ".ssh" / "id") == "PermissionError"
+            assert await attempt("read", home / ".ssh" / "id") in ("PermissionError", "FileNotFoundError")
+
+
+@contextmanager
+def listening(*paths: Path) -> Iterator[None]:
+    """Unix sockets of this process, of streams; those whose names end in `.datagrams` of datagrams."""
+    with ExitStack() as stack:
+        for path in paths:
+            kind = socket.SOCK_DGRAM if path.name.endswith(".datagrams") else socket.SOCK_STREAM
+            server = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+            server.bind(str(path))
+            stack.callback(path.unlink)
+            if kind == socket.SOCK_STREAM:
+                server.listen()
+        yield
+
+
+@needs_closed_sockets
+async def test_sockets_are_closed_that_it_was_not_given(home: Path, scratch: Path) -> None:
+    given, beside, datagrams = home / "given.sock", home / "beside.sock", home / "bus.datagrams"
+    later, agent = scratch / "later.sock", home / ".ssh" / "agent.sock"
+    with listening(given, beside, datagrams, agent):
+        # A home is readable; a socket in it is one's own only by its name, or where one may write.
+        async with prying(Sandbox(readable=[str(home), str(given)])) as attempt:
+            assert await attempt("own socket", "") == "ok connected"
+            with listening(later):
+                reached = {path.name: await attempt("connect", path) for path in (given, beside, agent, later)}
+            reached[datagrams.name] = await attempt("send", datagrams)
+    assert {name for name, said in reached.items() if said.startswith("ok")} == {"given.sock"}
+
+
+@needs_landlock
+@pytest.mark.parametrize("place", [".local/state", "elsewhere"])
+async def test_kuberoll_s_own_state_is_closed_to_it(home: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    if place == "elsewhere":
+        monkeypatch.setenv("XDG_STATE_HOME", str(home / place))
+    else:
+        monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    engines = engines_directory()
+    assert engines.is_relative_to(home / place)
+    engines.mkdir(parents=True)
+    (engines / "job.json").write_text("tokens")
+    async with prying(Sandbox(readable=[str(home)])) as attempt:
+        assert await attempt("read", home / "data") == "ok data"
+        assert await attempt("read", engines / "job.json") == "PermissionError"
+
+
+@pytest.mark.skipif(not mounts.is_available(), reason="this system gives its users no namespaces")
+async def test_its_shared_memory_is_its_own() -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as shared:
+        async with prying() as attempt:
+            assert await attempt("lock", "") == "ok locked"
+            assert await attempt("list", "/dev/shm") == "ok "
+            assert await attempt("write", shared.name) == "ok written"
+        assert shared.read() == b""
 
 
 async def test_a_variable_that_is_asked_for_is_there(home: Path) -> None:

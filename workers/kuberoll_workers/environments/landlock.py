@@ -21,16 +21,22 @@ _PATH_BENEATH = 1
 _SET_NO_NEW_PRIVS = 38
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
-_OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+REFER, TRUNCATE, IOCTL_DEV, RESOLVE_UNIX = 1 << 13, 1 << 14, 1 << 15, 1 << 16
+_OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV | RESOLVE_UNIX
 
 READ = EXECUTE | READ_FILE | READ_DIR
 """Read, execute and list."""
 DEVICE = READ_FILE | WRITE_FILE | READ_DIR | TRUNCATE | IOCTL_DEV
 """Use existing files, create none."""
-EVERYTHING = (1 << 16) - 1
+SOCKET = READ_FILE | WRITE_FILE | RESOLVE_UNIX
+"""Connect to a Unix socket that others have made; those made within the sandbox are open to it in any case."""
+EVERYTHING = (1 << 17) - 1
 
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
+SOCKETS_SINCE = 9
+"""Version from which Landlock closes Unix sockets with a path. Linux 7.1."""
+SCOPES_SINCE = 6
+"""Version from which Landlock keeps signals and abstract sockets within a domain. Linux 6.12."""
 
 
 class LandlockFailed(OSError):
@@ -57,8 +63,26 @@ def restrict(rules: Iterable[tuple[str, int]], *, scoped: bool = True) -> None:
         LandlockFailed: The kernel rejected the rules; nothing is restricted.
     """
     version = abi()
-    handled = _handled(version)
-    scopes = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if scoped else 0
+    _restrict(version, _handled(version), rules, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if scoped else 0)
+
+
+def restrict_signals() -> bool:
+    """Restrict this thread, and all that it starts, to send signals to one another only; files stay as they are.
+
+    Returns:
+        False if the kernel cannot.
+
+    Raises:
+        LandlockFailed: The kernel rejected it.
+    """
+    version = abi()
+    if version < SCOPES_SINCE:
+        return False
+    _restrict(version, 0, (), _SCOPE_SIGNALS)
+    return True
+
+
+def _restrict(version: int, handled: int, rules: Iterable[tuple[str, int]], scopes: int) -> None:
     attributes = struct.pack("=QQQ", handled, 0, scopes)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _checked(
         "landlock_create_ruleset",
@@ -76,8 +100,9 @@ def restrict(rules: Iterable[tuple[str, int]], *, scoped: bool = True) -> None:
 
 def _handled(version: int) -> int:
     # An older kernel does not know the rights of later versions and would reject the whole ruleset.
-    known = EVERYTHING & ~(REFER | TRUNCATE | IOCTL_DEV)
-    for right, since in ((REFER, 2), (TRUNCATE, 3), (IOCTL_DEV, 5)):
+    later = ((REFER, 2), (TRUNCATE, 3), (IOCTL_DEV, 5), (RESOLVE_UNIX, SOCKETS_SINCE))
+    known = EVERYTHING & ~(REFER | TRUNCATE | IOCTL_DEV | RESOLVE_UNIX)
+    for right, since in later:
         if version >= since:
             known |= right
     return known

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from kuberoll_workers.environments import landlock, sandbox, wire
+from kuberoll_workers.environments import landlock, mounts, sandbox, wire
 from kuberoll_workers.environments.batches import Batch, CloseBatch
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
@@ -406,4 +406,11 @@ def _prepare() -> None:
         _log.warning(
             "this kernel has no Landlock: processes of environments can read and write whatever this user can; "
             "docs/security.md says what still separates them"
+        )
+    if not mounts.is_available():
+        open_sockets = landlock.abi() < landlock.SOCKETS_SINCE
+        _log.warning(
+            "this system gives processes of environments no namespaces: %sthey share /dev/shm and System V memory, and "
+            "can change modes, owners and times of files of this user; docs/security.md has more",
+            "they can connect to every Unix socket that this user can, " if open_sockets else "",
         )

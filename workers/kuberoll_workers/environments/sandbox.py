@@ -14,14 +14,16 @@ import glob
 import os
 import pwd
 import resource
+import stat
 import struct
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kuberoll_workers.environments import landlock
-from kuberoll_workers.environments.mounts import enter_read_only_view
+from kuberoll_workers.data.places import state_directory
+from kuberoll_workers.environments import landlock, sockets
+from kuberoll_workers.environments.mounts import enter_view
 from kuberoll_workers.environments.ray_classes import authentication
 
 VARIABLES = (
@@ -29,7 +31,8 @@ VARIABLES = (
     "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "LD_LIBRARY_PATH", "JAVA_HOME",
     "*_NUM_THREADS", "OMP_*", "MKL_*", "KMP_*", "CUDA_*", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES",
     "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM",
-    "XDG_CACHE_HOME", "XDG_DATA_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE",
+    "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "HF_HOME",
+    "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE",
     "HF_DATASETS_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "NLTK_DATA",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
 )  # fmt: skip
@@ -48,6 +51,10 @@ HOME_SECRETS = (
 _PRIVATE = (
     "/tmp", "/var/tmp", "/run/secrets", "/run/user", "/run/credentials", "/dev", "/proc", "/etc/shadow", "/etc/gshadow",
 )  # fmt: skip
+# Python's multiprocessing and PyTorch's data loaders create files there.
+_SHARED_MEMORY = "/dev/shm"
+# Places where services of a machine have their sockets.
+_RUN = ("/run", "/var/run")
 # Files there are for KubeRoll's own programs.
 _PROTECTED = ("/etc/kuberoll*", "/run/kuberoll*")
 _DEVICES = (
@@ -66,12 +73,16 @@ class Sandbox:
         readable: Additional readable paths, as the user wants.
         writable: Additional writable paths.
         variables: Names of variables to inherit in addition to `VARIABLES`.
+        private: Directories of others: of what is inside, only what is granted by name is open.
+        shared_memory: True if `/dev/shm` is writable even where it cannot be the process's own.
     """
 
     protected: Sequence[str] = ()
     readable: Sequence[str] = ()
     writable: Sequence[str] = ()
     variables: Sequence[str] = ()
+    private: Sequence[str] = ()
+    shared_memory: bool = True
 
 
 # A Ray that an environment starts would look for `uv run` among its parents, which the sandbox hides.
@@ -92,29 +103,56 @@ def variables(own: Mapping[str, str], sandbox: Sandbox, *, scratch: str) -> dict
     return kept | _FOR_RAY | authentication(kept) | {"PYTHONPATH": path, "TMPDIR": scratch}
 
 
-def enter(sandbox: Sandbox, *, scratch: str) -> None:
+def enter(sandbox: Sandbox, *, scratch: str) -> bool:
     """Put this process, and all that it starts, into the sandbox, irrevocably.
 
-    Capabilities are dropped; what is not writable becomes read-only where the system allows namespaces, and Landlock
-    closes files where the kernel has it.
+    Capabilities are dropped; where the system allows namespaces, what is not writable becomes read-only, and others'
+    directories and Unix sockets disappear; Landlock closes files where the kernel has it.
+
+    Returns:
+        False if the system allows no namespaces.
 
     Raises:
         LandlockFailed: The kernel rejected the rules.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    enter_read_only_view(_writable(sandbox, scratch, _protected(sandbox)))
+    viewed = _enter_view(sandbox, scratch)
     drop_capabilities()
     if landlock.abi() > 0:
-        landlock.restrict(rules(sandbox, scratch=scratch))
+        landlock.restrict(rules(sandbox, scratch=scratch, shared_memory=viewed or sandbox.shared_memory))
+    return viewed
 
 
-def rules(sandbox: Sandbox, *, scratch: str) -> Iterator[tuple[str, int]]:
-    """The paths that are granted, with the rights to them."""
-    protected = _protected(sandbox)
-    private = {_real(path) for path in (*_PRIVATE, tempfile.gettempdir())} | _home_secrets()
-    wanted = {_real(path) for path in (*sys.path, sys.prefix, sys.base_prefix, os.getcwd(), *sandbox.readable)}
+def _enter_view(sandbox: Sandbox, scratch: str) -> bool:
+    writable = list(_writable(sandbox, scratch, _protected(sandbox)))
+    wanted = _wanted(sandbox)
+    named = {_real(path) for path in (*sandbox.readable, *sandbox.writable)}
+    closed = {path for path in _private(sandbox, scratch) if os.path.isdir(path) and path not in ("/", "/dev", "/proc")}
+    opened = wanted | named
+    for path in {_real(place) for place in _RUN} - closed:
+        if (parts := sockets.without_sockets(path)) is not None:
+            closed.add(path)
+            opened |= {part for part in parts if not any(_within(part, item) for item in closed - {path})}
+    # What was asked for as a whole is seen, but for private places deeper inside it.
+    closed -= wanted | set(writable)
+    given = [path for path in sockets.listening() if path in named or any(_within(path, item) for item in writable)]
+    return enter_view(
+        writable=writable,
+        closed=closed,
+        opened=opened,
+        sockets=[path for path in sockets.listening() if path not in given],
+    )
+
+
+def rules(sandbox: Sandbox, *, scratch: str, shared_memory: bool = True) -> Iterator[tuple[str, int]]:
+    """The paths that are granted, with the rights to them.
+
+    Args:
+        shared_memory: True if `/dev/shm` is granted.
+    """
+    protected, private = _protected(sandbox), _private(sandbox, scratch)
     yield "/", landlock.READ_DIR
-    for root in sorted({"/", *wanted}):
+    for root in sorted({"/", *_wanted(sandbox)}):
         # A directory that was asked for is granted, except for private paths deeper inside it.
         denied = protected | {path for path in private if path != root and _within(path, root)}
         if not any(_within(root, path) for path in denied):
@@ -127,18 +165,35 @@ def rules(sandbox: Sandbox, *, scratch: str) -> Iterator[tuple[str, int]]:
     for name in os.listdir("/dev"):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in _DEVICES):
             yield f"/dev/{name}", landlock.DEVICE
-    for path in _writable(sandbox, scratch, protected):
+    for path in map(_real, sandbox.readable):
+        if _is_socket(path):
+            yield path, landlock.SOCKET
+    for path in (*_writable(sandbox, scratch, protected), *([_SHARED_MEMORY] if shared_memory else ())):
         yield path, landlock.EVERYTHING
+
+
+def _wanted(sandbox: Sandbox) -> set[str]:
+    return {_real(path) for path in (*sys.path, sys.prefix, sys.base_prefix, os.getcwd(), *sandbox.readable)}
+
+
+def _private(sandbox: Sandbox, scratch: str) -> set[str]:
+    """Directories and files of others, in which nothing is open that is not asked for by name."""
+    # Other processes have theirs beside it.
+    others = {_real(path) for path in (os.path.dirname(_real(scratch)), *sandbox.private)}
+    homes = [_real(path) for path in _homes()]
+    # A whole home is not private, also if temporary files are directly in it.
+    others = {path for path in others if not any(_within(home, path) for home in homes)}
+    return {_real(path) for path in (*_PRIVATE, tempfile.gettempdir())} | _home_secrets() | others
 
 
 def _protected(sandbox: Sandbox) -> set[str]:
     own = {_real(path) for pattern in _PROTECTED for path in glob.glob(pattern)}
+    own |= {_real(str(state_directory())), *(_real(f"{home}/.local/state/kuberoll") for home in _homes())}
     return own | {_real(path) for path in sandbox.protected} | _secret_volumes()
 
 
 def _writable(sandbox: Sandbox, scratch: str, protected: Iterable[str]) -> Iterator[str]:
-    # Python's multiprocessing and PyTorch's data loaders create files in /dev/shm.
-    for path in map(_real, ("/dev/shm", scratch, *sandbox.writable)):
+    for path in map(_real, (scratch, *sandbox.writable)):
         if not any(_within(item, path) or _within(path, item) for item in protected):
             yield path
 
@@ -180,12 +235,23 @@ def drop_capabilities() -> None:
     libc.capset(struct.pack("=Ii", version_3, 0), bytes(24))
 
 
-def _home_secrets() -> set[str]:
+def _homes() -> set[str]:
     homes = {os.path.expanduser("~")}
     # A container's user may have no entry.
     with contextlib.suppress(KeyError):
         homes.add(pwd.getpwuid(os.getuid()).pw_dir)
-    return {_real(os.path.join(home, name)) for home in homes for name in HOME_SECRETS}
+    return homes
+
+
+def _home_secrets() -> set[str]:
+    return {_real(os.path.join(home, name)) for home in _homes() for name in HOME_SECRETS}
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _secret_volumes() -> set[str]:

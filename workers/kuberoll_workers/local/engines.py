@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from kuberoll_api.contract import ServeArgs
+from kuberoll_workers.data.places import state_directory
 from kuberoll_workers.policy.auth import Tokens
 
 POLL_SECONDS = 0.25
@@ -62,10 +63,9 @@ class EngineExists(Exception):
     """An engine of this name is serving already."""
 
 
-def state_directory() -> Path:
-    """Directory of the files: `kuberoll/serve` in `$XDG_STATE_HOME`, by default `~/.local/state`."""
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home).expanduser() / "kuberoll" / "serve"
+def engines_directory() -> Path:
+    """Directory of the files: `serve` in KubeRoll's directory of state."""
+    return state_directory() / "serve"
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def claim(name: str) -> Iterator[Path]:
     Raises:
         EngineExists: Another process serves an engine of this name.
     """
-    directory = state_directory()
+    directory = engines_directory()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / _FILE.format(name=name)
     try:
@@ -140,12 +140,12 @@ async def ended(engine: ServedEngine) -> None:
 
 def find(name: str) -> ServedEngine | None:
     """The engine that serves for the job of this name; None: there is none."""
-    return _read(state_directory() / _FILE.format(name=name))
+    return _read(engines_directory() / _FILE.format(name=name))
 
 
 def find_by_url(url: str) -> ServedEngine | None:
     """The engine that serves at this URL; None: none of this user's does."""
-    engines = (_read(path) for path in sorted(state_directory().glob(_FILE.format(name="*"))))
+    engines = (_read(path) for path in sorted(engines_directory().glob(_FILE.format(name="*"))))
     wanted = url.rstrip("/").removesuffix("/v1")
     return next((engine for engine in engines if engine is not None and engine.url == wanted), None)
 
