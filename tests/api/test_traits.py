@@ -59,6 +59,7 @@ def test_what_makes_a_run_another_run() -> None:
         "services.name", "services.model", "services.engineArgs",
         "environments.name", "environments.type", "environments.entrypoint",
         "environments.agent.entrypoint", "environments.agent.command", "environments.agent.setup",
+        "environments.agent.hidden", "environments.agent.command", "environments.agent.setup",
         "environments.agent.score", "environments.config", "environments.repeats",
         "dataset.sources.name", "dataset.sources.weight", "dataset.sources.limit", "dataset.sources.environment",
         "dataset.sources.columns", "dataset.sources.promptTemplate",

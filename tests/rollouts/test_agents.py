@@ -194,9 +194,9 @@ async def test_limits_of_the_job_are_limits_of_the_session(fleet: Fleet) -> None
     ("function", "cause"),
     [
         ("refuse", "step raised KeyError: 'answer'"),
-        ("sleep", "step raised AgentLate: run took longer than agent.timeouts.runSeconds (0.2 s)"),
+        ("sleep", "run took longer than agent.timeouts.runSeconds (0.2 s)"),
         ("silent", "the agent ended without an answered call of the policy: there is no trajectory"),
-        ("confused", "step raised InvalidResult: the agent returned str 'much'; it must return a reward"),
+        ("confused", "the agent returned str 'much'; it must return a reward"),
     ],
 )
 async def test_a_failure_of_an_agent_is_its_own(fleet: Fleet, function: str, cause: str) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from kuberoll_api.model.contradictions import contradiction
 from kuberoll_api.model.traits import IDENTITY, OPERATION
-from kuberoll_api.model.types import ENTRYPOINT_PATTERN, Model, Seconds, Url
+from kuberoll_api.model.types import ENTRYPOINT_PATTERN, Model, SandboxPath, Seconds, Url
 
 Argument = Annotated[str, StringConstraints(max_length=4096)]
 """One argument of a program, or its name."""
@@ -44,6 +44,22 @@ class GymAgents(Model):
     )
 
 
+class HiddenFromAgent(Model):
+    """What the program that scores is given, and setup and command are not."""
+
+    paths: list[SandboxPath] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Files and directories, e.g. hidden tests, that only score can read. For isolation Process and "
+        "Remote, on kernels with Landlock.",
+    )
+    metadata: list[Argument] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Fields of the rows' metadata, e.g. the answer, that only score finds in its episode.",
+    )
+
+
 class Agent(Model):
     """An agent: it is given a row and the URL of a session of its own, and returns rewards."""
 
@@ -64,6 +80,9 @@ class Agent(Model):
     score: Annotated[_Command | None, IDENTITY] = Field(
         default=None,
         description="With command: a program that is run after it, in the same directory, and returns the reward.",
+    )
+    hidden: Annotated[HiddenFromAgent | None, IDENTITY] = Field(
+        default=None, description="With score: what score is given, and setup and command are not."
     )
     nemo_gym: Annotated[GymAgents | None, OPERATION] = Field(
         default=None,
@@ -86,4 +105,6 @@ class Agent(Model):
         for name in ("setup", "score"):
             if self.command is None and getattr(self, name) is not None:
                 raise contradiction("is for command; a class at entrypoint has methods of this name", name)
+        if self.hidden is not None and self.score is None:
+            raise contradiction("is what only score is given; found no score", "hidden")
         return self

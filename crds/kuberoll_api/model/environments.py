@@ -21,6 +21,7 @@ from kuberoll_api.model.types import (
     Labels,
     Model,
     Name,
+    SandboxPath,
     Seconds,
     Url,
     keyed_by,
@@ -39,8 +40,6 @@ OF_THE_TEMPLATE = (
 )
 """Fields of `EnvironmentServers` that a SandboxTemplate decides."""
 OF_THE_TEMPLATE_MESSAGE = "is decided by the SandboxTemplate of sandbox.warmPool; set it there, and remove it here"
-
-_SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^(/|~|\.)")]
 
 
 class EnvironmentAccess(Model):
@@ -64,13 +63,13 @@ class EnvironmentAccess(Model):
         max_length=64,
         description="Environment variables that the processes inherit from the worker.",
     )
-    readable_paths: list[_SandboxPath] = Field(
+    readable_paths: list[SandboxPath] = Field(
         default_factory=list,
         max_length=64,
         description="Additional files and directories that the processes may read, e.g. below /tmp or in the "
         "home directory.",
     )
-    writable_paths: list[_SandboxPath] = Field(
+    writable_paths: list[SandboxPath] = Field(
         default_factory=list,
         max_length=64,
         description="Files and directories that the processes may change, in addition to their temporary directory.",
@@ -379,6 +378,18 @@ class Environment(Model):
             found = " and ".join(kinds) or "none"
             raise contradiction(
                 f"set one of type (a built-in), entrypoint (package.module:Class) and agent; found {found}"
+            )
+        if (
+            self.isolation == "Inline"
+            and self.agent is not None
+            and self.agent.hidden is not None
+            and self.agent.hidden.paths
+        ):
+            raise contradiction(
+                "nothing is hidden from programs that run as the worker does; set isolation: Process",
+                "agent",
+                "hidden",
+                "paths",
             )
         if self.is_gym_agent and self.isolation != "Inline":
             raise contradiction(

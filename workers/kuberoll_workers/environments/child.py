@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import orjson
 
+from kuberoll_api.model.environments import AGENT_TYPE
 from kuberoll_workers.data.lasting import is_lasting
 from kuberoll_workers.data.plain import NotPlain, message_of, plain
 from kuberoll_workers.environments import sandbox, wire
@@ -106,11 +108,15 @@ def _make(start: wire.Start) -> Any:
     if start.type == "code_execution":
         # It supervises programs, which can read none of it.
         readable.append("/proc")
-    sandbox.enter(
-        sandbox.Sandbox(protected=start.protected, readable=readable, writable=start.writable),
-        scratch=start.scratch,
-    )
-    return PlainSpec(name=start.name, type=start.type, entrypoint=start.entrypoint, config=orjson.loads(start.config))()
+    files = sandbox.Sandbox(protected=start.protected, readable=readable, writable=start.writable)
+    config = orjson.loads(start.config)
+    if start.type == AGENT_TYPE and config["agent"]["command"] is not None:
+        # None of its code runs in this process, and each of its programs is in a sandbox of its own.
+        sandbox.hide_from_others()
+        config["sandbox"] = asdict(files)
+    else:
+        sandbox.enter(files, scratch=start.scratch)
+    return PlainSpec(name=start.name, type=start.type, entrypoint=start.entrypoint, config=config)()
 
 
 def _creation_failure(error: BaseException) -> EnvironmentFault:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -38,6 +40,40 @@ def descendants(process: int) -> Iterator[int]:
             seen.add(child)
             yield child
             waiting.extend(children(child))
+
+
+def end_all(process: int, *, seconds: float, sweep: Callable[[], None] = lambda: None) -> int:
+    """Kill everything below this process, and wait until nothing is left; returns the wait status of one child.
+
+    This process must be the subreaper of what it has started, so that orphans come back to it whatever session they are
+    in: none is left when it has no child anymore.
+
+    Args:
+        process: The child; -1 is returned as its status if it was waited for before.
+        seconds: Time limit.
+        sweep: Called each time before the processes are killed one by one.
+
+    Raises:
+        TimeoutError: Some cannot be killed.
+    """
+    status = -1
+    deadline = time.monotonic() + seconds
+    while True:
+        sweep()
+        for found in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(found, signal.SIGKILL)
+        try:
+            ended, how = os.waitpid(-1, os.WNOHANG)
+            while ended:
+                status = how if ended == process else status
+                ended, how = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if time.monotonic() > deadline:
+            raise TimeoutError("processes cannot be killed")
+        # Killed, but not dead yet.
+        time.sleep(0.0005)
 
 
 def tasks(processes: Iterable[int]) -> int:

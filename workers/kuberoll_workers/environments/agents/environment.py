@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kuberoll_api.model.agents import Agent, AgentTimeouts
+from kuberoll_workers.environments import landlock
 from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, InvalidResult
 from kuberoll_workers.environments.agents.request import AgentRequest
 from kuberoll_workers.environments.interface import (
@@ -16,14 +17,15 @@ from kuberoll_workers.environments.interface import (
     EnvironmentReturn,
     Metadata,
 )
-from kuberoll_workers.environments.outcome import SCALAR
+from kuberoll_workers.environments.outcome import SCALAR, StepRaised
+from kuberoll_workers.environments.registry import UnusableEnvironment
 
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
 
-class AgentLate(Exception):
+class AgentLate(StepRaised):
     """A phase of an agent exceeded its time limit."""
 
 
@@ -54,8 +56,9 @@ class AgentEnvironment(EnvironmentInterface):
         """Load the agent.
 
         Args:
-            config: `agent`, as in the job; `config`, the environment's own; and `variables`, the names of variables
-                that programs inherit in addition to the usual ones.
+            config: `agent`, as in the job; `config`, the environment's own; `variables`, the names of variables
+                that programs inherit in addition to the usual ones; and, where these are to run in a sandbox, the
+                fields of `Sandbox` as `sandbox`.
 
         Raises:
             UnusableEnvironment: Its entrypoint cannot be imported.
@@ -70,8 +73,17 @@ class AgentEnvironment(EnvironmentInterface):
             self._phases = FunctionPhases(agent.entrypoint)
         else:
             from kuberoll_workers.environments.agents.commands import CommandPhases
+            from kuberoll_workers.environments.sandbox import Sandbox
 
-            self._phases = CommandPhases(agent, variables=config["variables"])
+            files = config.get("sandbox")
+            if agent.hidden is not None and agent.hidden.paths and landlock.abi() == 0:
+                raise UnusableEnvironment(
+                    "agent.hidden.paths: this kernel has no Landlock, without which programs read whatever this user "
+                    "can; use nodes with Linux 5.13 or later, or put what is hidden into agent.hidden.metadata"
+                )
+            self._phases = CommandPhases(
+                agent, variables=config["variables"], files=None if files is None else Sandbox(**files)
+            )
 
     async def step(  # type: ignore[override]
         self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]

@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from kuberoll_workers.data.plain import repr_of
 from kuberoll_workers.environments.interface import ChatMessage, Metadata
+from kuberoll_workers.environments.outcome import StepInvalid
 
 Rewards = float | Mapping[str, float]
 """A reward, or named ones, whose sum is the reward."""
 
 
-class InvalidResult(ValueError):
+class InvalidResult(StepInvalid):
     """The agent returned something that is no result."""
 
 

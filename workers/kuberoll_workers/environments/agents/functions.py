@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Final
 
 from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, result_of
+from kuberoll_workers.environments.agents.proxies import without_proxy
 from kuberoll_workers.environments.registry import UnusableEnvironment, load
 
 # Where the state of an episode has its object; another attempt has the same id, and a state of its own.
@@ -30,6 +32,8 @@ class FunctionPhases:
 
     async def setup(self, episode: AgentEpisode) -> None:
         """Make the episode's object, and call its `setup`."""
+        # The clients that it makes read them; its session is at a replica of the policy, which no proxy reaches.
+        os.environ.update(without_proxy(os.environ, episode.base_url))
         if inspect.isclass(self._found):
             agent = episode.state[_OBJECT] = self._found()
             if (setup := getattr(agent, "setup", None)) is not None:
