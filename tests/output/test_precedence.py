@@ -8,15 +8,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kuberoll.trainer import Rollouts
+from kuberoll.trainer.journals import open_place
 from kuberoll_workers.analysis.aggregation.aggregates import aggregate
 from kuberoll_workers.analysis.export.exporting import export_run
 from kuberoll_workers.analysis.report.trajectory_sample import TrajectorySample
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
+    WHOLE_GROUP,
     DroppedRecord,
     FailureRecord,
     TrajectoryKey,
@@ -27,6 +31,7 @@ from kuberoll_workers.data.record import (
 )
 from kuberoll_workers.output import records, unreadable
 from kuberoll_workers.output.copies import Copies
+from kuberoll_workers.output.manifest import RunManifest
 from kuberoll_workers.output.precedence import EndedRecord, rank, repeated
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.run_state import read_state
@@ -35,15 +40,17 @@ from kuberoll_workers.output.trajectories import Trajectories
 from kuberoll_workers.pods.worker import count_stored
 from tests.examples import examples
 from tests.output.support import dropped, failure, record
+from tests.trainer.support import manifest
 
 SHARDS = 2
+MANIFEST_OF_ONES = msgspec.convert(manifest(groups=8, repeats=1, shards=SHARDS), RunManifest)
 
 TASKS, ROLLOUTS, ATTEMPTS, SEEDS = st.integers(0, 3), st.integers(0, 1), st.integers(0, 2), st.integers(0, 2)
 CHANGES = {"attempt": ATTEMPTS, "seed": SEEDS}
 REWARDS = st.sampled_from([0.0, 0.25, 1.0])
 FINISHED = st.builds(record, TASKS, ROLLOUTS, total_reward=REWARDS, **CHANGES)
 FAILED = st.builds(failure, TASKS, ROLLOUTS, cause=st.sampled_from(["one", "two"]), **CHANGES)
-DROPPED = st.builds(dropped, TASKS, ROLLOUTS, reason=st.sampled_from(["oversampled", "filtered"]), **CHANGES)
+DROPPED = st.builds(dropped, TASKS, ROLLOUTS, reason=st.sampled_from(["oversampled", "filtered", "stale"]), **CHANGES)
 # What a reader cannot use counts nowhere, not even where its key can be read.
 BROKEN = st.sampled_from(
     [b"torn\n", b"[]\n", encode_line(record(0, attempt=9)).replace(b'"turn_count"', b'"x"'), b'{"task_index":0}\n']
@@ -85,7 +92,8 @@ def by_the_rule(lines: Sequence[EndedRecord]) -> Chosen:
         filtered: list[EndedRecord] = [
             line for line in some if isinstance(line, DroppedRecord) and line.reason == "filtered"
         ]
-        some = finished or filtered or some
+        stale: list[EndedRecord] = [line for line in some if isinstance(line, DroppedRecord) and line.reason == "stale"]
+        some = stale or finished or filtered or some
         some = [line for line in some if line.attempt == max(other.attempt for other in some)]
         some = [line for line in some if isinstance(line, FailureRecord)] or some
         chosen[key] = max(some, key=rank)
@@ -139,6 +147,20 @@ def test_all_readers_agree(
         copied = [decode_line(line, TrajectoryRecord, where="") for line in Copies(str(directory)).trajectories(shard)]
         assert texts(copied) == mine == {key: text(finished[key]) for key in mine}
 
+    # A trainer's reader, which delivers a group, of one trajectory here, as soon as it is whole.
+    consumed = Rollouts(
+        str(directory),
+        manifest=MANIFEST_OF_ONES,
+        place=open_place(str(directory)),
+        consumer="reader",
+        inexact="keep",
+        pad_id=0,
+        pace=False,
+    )
+    batches = consumed.batches(1, advantages=None, wait=False)
+    taken = [item for batch in batches for group in batch.groups for item in group.trajectories]
+    assert set(texts(taken)) == set(finished)
+
     # `export`.
     if finished:
         path = export_run(run, to="openai-chat", output=directory / "chats.jsonl").path
@@ -148,7 +170,7 @@ def test_all_readers_agree(
     state = read_state(run.storage, shards=range(SHARDS), shard_count=SHARDS, repeats={"env": 1}, logs={})
     of_keys = {key: chosen[key] for key in chosen}
     assert {key for key in of_keys if key in state.stored} == set(finished)
-    unwanted = {key for key, item in chosen.items() if isinstance(item, DroppedRecord) and item.reason == "filtered"}
+    unwanted = {key for key, item in chosen.items() if isinstance(item, DroppedRecord) and item.reason in WHOLE_GROUP}
     assert {key for key in of_keys if key in state.filtered} == unwanted
     earlier = [count_stored(run.storage, shard, SHARDS) for shard in range(SHARDS)]
     assert sum(item.reward_sum for item in earlier) == sum(rewards.values())

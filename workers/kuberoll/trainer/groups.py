@@ -11,7 +11,7 @@ from kuberoll_workers.data.intervals import IntervalSet
 from kuberoll_workers.data.record import WHOLE_GROUP, DroppedRecord, FailureRecord, RecordError, TrajectoryRecord
 from kuberoll_workers.output.key_set import KeySet
 from kuberoll_workers.output.manifest import RunManifest
-from kuberoll_workers.output.precedence import rank
+from kuberoll_workers.output.precedence import OVERRULING, rank
 
 GROUP_STAGE = "group"
 """Stage of a failure that ended all trajectories of its group together."""
@@ -52,7 +52,7 @@ class GivenUp:
 
     Attributes:
         order: Its `group_order`.
-        stale: Its finished trajectories, if workers stopped the others because it was too old.
+        stale: Its finished trajectories that no line says to be too old, if the group is.
     """
 
     key: GroupKey
@@ -223,9 +223,10 @@ class _OpenGroup:
 class GroupTracker:
     """The groups of a run that have begun to end.
 
-    Every line is given to `finished`, `failed` or `filtered`. A group is ready when as many of its trajectories have
-    finished as it should have, or at the end of a pass over the journals, when all have finished or failed. A ready
-    group stays in the tracker until it is closed.
+    Every line is given to `finished`, `failed` or `dropped`. Of several lines of a trajectory one counts by the rule of
+    `output.precedence`, of those that were read before its group was closed. A group is ready when as many of its
+    trajectories have finished as it should have, or at the end of a pass over the journals, when all have finished or
+    failed. A ready group stays in the tracker until it is closed.
 
     Attributes:
         closed: Groups that were delivered, filtered out, or left out by the caller.
@@ -233,7 +234,9 @@ class GroupTracker:
         short: Rollout indexes of the closed groups that had fewer trajectories than they should have.
         filtered_groups, stale_groups: Number of closed groups that were filtered out, and that were too old.
         stale_tokens: Tokens that were generated for trajectories that were too old, as far as they were seen.
-        given_up: Groups that were given up, for the caller to take.
+        given_up: Groups that were given up, for the caller to take: until then nothing may be saved.
+        leaving: Of groups that workers stopped because they were too old, and of some of whose trajectories no line was
+            read, the rollout indexes of the others.
         late: Number of lines of trajectories that finished after their group was delivered without them.
     """
 
@@ -247,11 +250,14 @@ class GroupTracker:
         self.stale_tokens = 0
         self._stale = KeySet()
         self.given_up: list[GivenUp] = []
+        self.leaving: dict[GroupKey, set[int]] = {}
         self.late = 0
         self._open: dict[GroupKey, _OpenGroup] = {}
         # Ready and not closed.
         self._ready: dict[GroupKey, _OpenGroup] = {}
         self._touched: set[GroupKey] = set()
+        # Their lines count unless the trajectories have finished, as other lines of the same pass may say.
+        self._filtered: dict[GroupKey, tuple[int | None, Position]] = {}
         # Ended without anything to deliver; a resumed run may still finish them.
         self._failed: set[GroupKey] = set()
 
@@ -272,7 +278,9 @@ class GroupTracker:
 
     def is_settled(self, key: GroupKey, rollout_index: int) -> bool:
         """True if a line of this trajectory cannot change anything, so that it need not be decoded."""
-        return key in self._ready or (key in self.closed and rollout_index in self.short.get(key, (rollout_index,)))
+        if key not in self.closed:
+            return key in self._ready
+        return rollout_index in self.leaving.get(key, self.short.get(key, (rollout_index,)))
 
     def finished(self, record: TrajectoryRecord, position: Position, *, where: str) -> Group | None:
         """Take a finished trajectory; return its group if it is ready now.
@@ -284,6 +292,8 @@ class GroupTracker:
         if key in self._ready:
             return None
         if key in self.closed:
+            if self._leaves(key, record):
+                self.given_up.append(GivenUp(key=key, order=record.group_order, stale=(record,)))
             self.late += key in self.short and record.rollout_index not in self.short[key]
             return None
         group = self._opened(key, record)
@@ -304,6 +314,7 @@ class GroupTracker:
             RecordError: It belongs to another run.
         """
         key = self._key(record, where)
+        self._leaves(key, record)
         if key in self._ready or key in self.closed:
             return
         group = self._opened(key, record)
@@ -312,7 +323,7 @@ class GroupTracker:
             group.ended_together = max(record.attempt, group.ended_together)
         self._touched.add(key)
 
-    def dropped(self, record: DroppedRecord, *, where: str) -> None:
+    def dropped(self, record: DroppedRecord, position: Position, *, where: str) -> None:
         """Take a dropped trajectory: one that was filtered out, or was too old, closes its group.
 
         Others say nothing: they were dropped because their group had enough, which the lines of the others show.
@@ -321,20 +332,34 @@ class GroupTracker:
             RecordError: It belongs to another run.
         """
         key = self._key(record, where)
-        if record.reason == "stale" and key not in self.counted:
+        if record.reason in OVERRULING:
+            self._give_up_stale(key, record)
+        elif record.reason in WHOLE_GROUP and key not in self._ready and key not in self.closed:
+            self._filtered.setdefault(key, (record.group_order, position))
+        self._leaves(key, record)
+
+    def _give_up_stale(self, key: GroupKey, record: DroppedRecord) -> None:
+        if key not in self.counted:
             self.count_stale(record)
-        if record.reason not in WHOLE_GROUP or key in self._ready or key in self.closed:
+        if key in self.closed:
             return
-        group = self._open.get(key)
-        stale = group is not None and record.reason == "stale"
-        finished = tuple(member.record for member in group.members.values()) if group is not None and stale else ()
+        group = self._ready.pop(key, None) or self._open.get(key) or _OpenGroup(record.task_name)
         self._forget(key)
         self.closed.add(key)
-        if record.reason == "stale":
-            self.stale_groups += 1
-        else:
-            self.filtered_groups += 1
-        self.given_up.append(GivenUp(key=key, order=record.group_order, stale=finished))
+        self.stale_groups += 1
+        self.leaving[key] = {*group.members, *group.failures}
+        finished = (member.record for member in group.members.values())
+        stale = tuple(member for member in finished if member.key not in self._stale)
+        self.given_up.append(GivenUp(key=key, order=record.group_order, stale=stale))
+
+    def _leaves(self, key: GroupKey, record: TrajectoryRecord | FailureRecord | DroppedRecord) -> bool:
+        """Note a trajectory of a group that workers stopped; True if it is the first line of it."""
+        if (known := self.leaving.get(key)) is None or record.rollout_index in known:
+            return False
+        known.add(record.rollout_index)
+        if len(known) == self.rules.repeats[record.task_name] + self.rules.oversample:
+            del self.leaving[key]
+        return True
 
     def count_stale(self, record: TrajectoryRecord | DroppedRecord) -> None:
         """Count the tokens of a trajectory that was too old, once."""
@@ -349,6 +374,13 @@ class GroupTracker:
             final: True if the run is known to have ended. Else a group of which a resumed run has begun to try failed
                 trajectories again is waited for.
         """
+        filtered, self._filtered = self._filtered, {}
+        for key, (order, _) in filtered.items():
+            if key not in self._ready and key not in self.closed:
+                self._forget(key)
+                self.closed.add(key)
+                self.filtered_groups += 1
+                self.given_up.append(GivenUp(key=key, order=order))
         waiting = set[GroupKey]()
         for key in sorted(self._touched):
             group = self._open[key]
@@ -378,6 +410,7 @@ class GroupTracker:
 
     def needed(self) -> Iterator[Position]:
         """Places of the lines that are still needed: those of groups that are not closed."""
+        yield from (position for _, position in self._filtered.values())
         for group in (*self._ready.values(), *self._open.values()):
             yield from (member.position for member in group.members.values())
 

@@ -222,7 +222,7 @@ class JournalReader:
         return self._ended
 
     def lines(self) -> Iterator[Line]:
-        """One pass: what is there now and was not read before, the shards first and in order.
+        """One pass: what is there now and was not read before: dropped trajectories, the shards in order, failures.
 
         The order of what is there at one moment depends on the files only.
 
@@ -392,12 +392,15 @@ def _journal_of(name: str) -> str:
 
 
 def _by_journal(entries: Mapping[str, Entry]) -> dict[str, list[Entry]]:
-    """Files of each journal in order: Parquet, the one file, its parts; shards first, then failures."""
+    """Files of each journal in order: Parquet, the one file, its parts.
+
+    Dropped trajectories are first: a finished one that was too old is not delivered.
+    """
     found: dict[str, list[Entry]] = {}
     for name in sorted(entries, key=lambda name: (not name.endswith(".parquet"), "/" in name, name)):
         if (match := _JOURNAL.fullmatch(name) or _PARQUET.fullmatch(name)) is not None:
             found.setdefault(match["journal"], []).append(entries[name])
-    order = {FAILURES: 1, DROPPED: 2}
+    order = {DROPPED: -1, FAILURES: 1}
     return dict(sorted(found.items(), key=lambda item: (order.get(item[0], 0), item[0])))
 
 

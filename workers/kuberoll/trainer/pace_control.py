@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kuberoll.trainer.groups import Group, GroupKey
@@ -36,7 +37,8 @@ class _Unobserved:
 class PaceControl:
     """Sets the pace of a run: every change of what may begin is written as the run's plan.
 
-    Its methods write files, and raise what the storage raises. The caller holds a lock.
+    Changes are made in a block of `changing`, at whose end the plan is written: workers wait for what it says, so a
+    change that is not written may keep them and the consumer waiting for each other for ever. The caller holds a lock.
     """
 
     def __init__(
@@ -66,6 +68,9 @@ class PaceControl:
         self._counts = ConsumerCounts()
         self._waiting_since: float | None = None
         self._waiting = False
+        self._blocks = 0
+        self._unwritten = False
+        self._loaded = False
         self._plan: ConsumerPlan | None = None
         found = read_plan(storage, shards=shards)
         if found is not None and found.consumer != consumer:
@@ -86,10 +91,41 @@ class PaceControl:
         """Number of the newest weights."""
         return self.pacer.state.version
 
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """A block of changes. At the end of the outermost one the plan is written, if it is another than the last.
+
+        Raises:
+            Exception: The storage refuses; the end of the next block tries again.
+        """
+        self._blocks += 1
+        try:
+            yield
+        except BaseException:
+            if self._blocks == 1:
+                # What was changed before the error stays changed.
+                with contextlib.suppress(Exception):
+                    self._write()
+            raise
+        else:
+            if self._blocks == 1:
+                self._write()
+        finally:
+            self._blocks -= 1
+
+    @property
+    def _changed(self) -> PaceState:
+        """The state, to be changed."""
+        if not self._blocks:
+            raise RuntimeError("the pace of a run is changed in a block of `changing` only")
+        self._unwritten = True
+        return self.pacer.state
+
     def load(self, state: PaceState) -> None:
-        """Continue from a checkpoint; the newest weights stay the newest."""
+        """Continue from a checkpoint; the newest weights stay the newest. `begin` tells the workers."""
         state.version = max(state.version, self.version)
         self.pacer.state = state
+        self._loaded = True
 
     def begin(self, groups: int, *, groups_per_version: int) -> None:
         """Note what the consumer takes, and let it begin.
@@ -113,12 +149,16 @@ class PaceControl:
                 f"only {window} may begin before new weights are published: take smaller batches, or open the run "
                 "with a greater groups_per_version"
             )
+        state = self._changed
+        if self._loaded and state.taken_since >= groups_per_version:
+            # The checkpoint was saved between its last batch and a publication, which nobody will make any more.
+            state.taken_before = list(state.delivered)
+        self._loaded = False
         self.pacer.groups_per_version = groups_per_version
-        self.write()
 
     def settle(self, key: GroupKey, order: int | None) -> None:
-        """Note a group that nobody will take; it is written with the next plan."""
-        self.pacer.state.settle(self.shard(key), order, delivered=False)
+        """Note a group that nobody will take."""
+        self._changed.settle(self.shard(key), order, delivered=False)
 
     def take(self, groups: Sequence[Group], *, ready: int) -> None:
         """Note that groups were taken.
@@ -130,10 +170,9 @@ class PaceControl:
         for group in groups:
             versions = self.pacer.lag(group.trajectories)
             lag[versions] = lag.get(versions, 0) + len(group.trajectories)
-            self.pacer.state.settle(self.shard(group.key), group.order, delivered=True)
+            self._changed.settle(self.shard(group.key), group.order, delivered=True)
         self._count(taken_groups=self._counts.taken_groups + len(groups), ready_groups=ready, lag=lag)
         self.end_wait()
-        self.write()
 
     def give_up(self, trajectories: Sequence[TrajectoryRecord]) -> None:
         """Record finished trajectories of a group that is too old."""
@@ -173,17 +212,19 @@ class PaceControl:
         Raises:
             ValueError: The version is no whole number, or not greater than the newest one.
         """
-        self.pacer.state.publish(self.checked_version(version))
+        number = self.checked_version(version)
+        self._changed.publish(number)
         phases = dict(self._counts.publish_seconds)
         for name, amount in (seconds or {}).items():
             phases[name] = phases.get(name, 0.0) + amount
         self._count(publications=self._counts.publications + 1, publish_seconds=phases)
-        self.write()
 
-    def note_version(self, version: int) -> None:
-        """Note weights that were seen in a trajectory."""
-        if version > self.version:
-            self.pacer.state.publish(version)
+    def note_version(self, version: int) -> bool:
+        """Note weights that were seen in a trajectory; True if they are newer than those that were known."""
+        newer = version > self.version
+        if newer:
+            self._changed.publish(version)
+        return newer
 
     def shard(self, key: GroupKey) -> int:
         """The shard of a group."""
@@ -191,8 +232,8 @@ class PaceControl:
 
     def stop(self) -> None:
         """Let the run end: no more groups begin, ever."""
+        assert self._changed
         self.stopped = True
-        self.write()
 
     def wait(self, ready: int) -> None:
         """Note that the consumer waits for groups now.
@@ -206,7 +247,6 @@ class PaceControl:
         elif not self._waiting and now - self._waiting_since >= _NOTABLE_WAIT_SECONDS:
             self._waiting = True
             self._count(ready_groups=ready)
-            self.write()
 
     def end_wait(self) -> None:
         """Note that the consumer does not wait any more."""
@@ -214,8 +254,9 @@ class PaceControl:
             self._count(waited_seconds=self._counts.waited_seconds + time.monotonic() - self._waiting_since)
         self._waiting_since, self._waiting = None, False
 
-    def write(self) -> None:
-        """Write the plan, if it is another one than the last."""
+    def _write(self) -> None:
+        if not self._unwritten:
+            return
         state = self.pacer.state
         plan = ConsumerPlan(
             consumer=self._consumer,
@@ -230,8 +271,10 @@ class PaceControl:
             write_plan(self._storage, plan)
             self._plan = plan
             self._written()
+        self._unwritten = False
 
     def _count(self, **changes: object) -> None:
+        assert self._changed
         values = {name: getattr(self._counts, name) for name in self._counts.__struct_fields__}
         self._counts = ConsumerCounts(**{**values, **changes})
 

@@ -112,6 +112,11 @@ class PaceState:
         self.version = version
         self.taken_before = list(self.delivered)
 
+    @property
+    def taken_since(self) -> int:
+        """Number of groups that were taken since the newest weights were published."""
+        return sum(self.delivered) - sum(self.taken_before)
+
     def settle(self, shard: int, order: int | None, *, delivered: bool) -> None:
         """Note that a group was taken, or that nobody will take it."""
         if order is not None:
@@ -123,19 +128,20 @@ class PaceState:
         return {
             "version": self.version,
             "delivered": self.delivered,
+            "taken_before": self.taken_before,
             "settled": [found.bounds() for found in self.settled],
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PaceState:
-        """The state of `as_json`; what was taken counts as taken before the newest weights.
+        """The state of `as_json`.
 
         Raises:
             ValueError, TypeError, KeyError: It is none.
         """
-        delivered = [int(count) for count in value["delivered"]]
+        delivered, taken_before = ([int(count) for count in value[name]] for name in ("delivered", "taken_before"))
         settled = [IntervalSet.of(bounds) for bounds in value["settled"]]
-        return cls(int(value["version"]), delivered, list(delivered), settled)
+        return cls(int(value["version"]), delivered, taken_before, settled)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -266,7 +267,7 @@ class Rollouts:
             number = self._pace.checked_version(number)
         publication = self._publisher.publish(weights, version=number)
         if (pace := self._pace) is not None:
-            with self._lock:
+            with self._changing():
                 pace.published(number, seconds=publication.seconds)
                 self._give_up_stale()
         return publication
@@ -289,7 +290,7 @@ class Rollouts:
             ValueError: The version is no whole number, or not greater than the newest one.
         """
         pace = self._required_pace("published")
-        with self._lock:
+        with self._changing():
             pace.published(pace.version + 1 if version is None else version)
             self._give_up_stale()
             return pace.version
@@ -301,8 +302,14 @@ class Rollouts:
             RuntimeError: This consumer does not set the pace of the run.
         """
         pace = self._required_pace("stop")
-        with self._lock:
+        with self._changing():
             pace.stop()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock; at its end the run's plan says what has changed."""
+        with self._lock, nullcontext() if self._pace is None else self._pace.changing():
+            yield
 
     def _required_pace(self, method: str) -> PaceControl:
         if self._pace is None:
@@ -394,6 +401,7 @@ class Rollouts:
                 "run": identity_of(self.manifest),
                 "closed": tracker.closed.as_json(),
                 "short": [(*key, list(rollouts)) for key, rollouts in sorted(tracker.short.items())],
+                "leaving": [(*key, sorted(rollouts)) for key, rollouts in sorted(tracker.leaving.items())],
                 "read": self._reader.hints(tracker.needed()),
                 "counts": {
                     **counts,
@@ -427,7 +435,7 @@ class Rollouts:
             if self._pace is not None and pace is not None:
                 self._pace.load(pace)
             self._tracker.closed, self._tracker.counted = closed, counted
-            self._tracker.short = short
+            self._tracker.short, self._tracker.leaving = short, loaded.leaving_groups()
             self._tracker.filtered_groups = loaded.counts.get("filtered_groups", 0)
             self._tracker.stale_groups = loaded.counts.get("stale_groups", 0)
             self._tracker.stale_tokens = loaded.counts.get("stale_tokens", 0)
@@ -457,7 +465,7 @@ class Rollouts:
             raise ValueError(f"groups: found {groups}, expected a number of prompt groups from 1")
         function = advantage_function(advantages)
         if self._pace is not None:
-            with self._lock:
+            with self._changing():
                 self._pace.begin(groups, groups_per_version=self._groups_per_version or groups)
         return self._steps(groups, function, wait, timeout)
 
@@ -469,7 +477,7 @@ class Rollouts:
         pause = self._place.seconds
         came, last_came = 0, time.monotonic()
         while True:
-            with self._lock:
+            with self._changing():
                 if tracker is not self._tracker:
                     raise RuntimeError("a state was loaded while batches were iterated: call batches() again")
                 if not wait:
@@ -496,14 +504,14 @@ class Rollouts:
                 raise TimeoutError(self._why_waiting(timeout))
             if not read:
                 if self._pace is not None:
-                    with self._lock:
+                    with self._changing():
                         self._pace.wait(len(self._queue))
                 yield pause
                 pause = min(self._place.idle_seconds, 1.5 * pause)
 
     def _take(self, batch: Batch) -> bool:
         """Take the groups of a batch; False if another thread has taken one of them."""
-        with self._lock:
+        with self._changing():
             mine = batch.groups
             places = set(map(id, mine))
             left = deque(group for group in self._queue if id(group) not in places)
@@ -529,10 +537,12 @@ class Rollouts:
         if self._pass is None:
             self._pass = self._ready_groups()
         while len(self._deliverable(groups)) < groups:
-            group = next(self._pass, None)
+            try:
+                group = next(self._pass, None)
+            finally:
+                self._note_given_up()
             if group is None:
                 self._pass = None
-                self._note_given_up()
                 return new or self._lines > 0
             self._admit(group)
             new = True
@@ -571,34 +581,31 @@ class Rollouts:
 
     def _note_given_up(self) -> None:
         """Take over which groups nobody will take."""
+        if not self._tracker.given_up:
+            return
         given_up, self._tracker.given_up = self._tracker.given_up, []
-        if (pace := self._pace) is None or not given_up:
+        keys = {group.key for group in given_up}
+        self._queue = deque(group for group in self._queue if group.key not in keys)
+        if (pace := self._pace) is None:
             return
         for group in given_up:
             for record in group.stale:
                 self._tracker.count_stale(record)
             pace.settle(group.key, group.order)
-            pace.give_up(group.stale)
-        pace.write()
+        pace.give_up([record for group in given_up for record in group.stale])
 
     def _give_up_stale(self) -> None:
         """Give up the groups in the queue that are too old."""
         pace = self._pace
         assert pace is not None
-        stale = [group for group in self._queue if pace.pacer.is_stale(group.trajectories)]
-        if not stale:
-            return
-        self._queue = deque(group for group in self._queue if group not in stale)
-        for group in stale:
-            self._give_up(pace, group)
-        pace.write()
-
-    def _give_up(self, pace: PaceControl, group: Group) -> None:
-        for record in group.trajectories:
-            self._tracker.count_stale(record)
-        pace.give_up(group.trajectories)
-        pace.settle(group.key, group.order)
-        self._tracker.close(group.key, stale=True)
+        stale = {group.key: group for group in self._queue if pace.pacer.is_stale(group.trajectories)}
+        self._queue = deque(group for group in self._queue if group.key not in stale)
+        for group in stale.values():
+            for record in group.trajectories:
+                self._tracker.count_stale(record)
+            pace.settle(group.key, group.order)
+            self._tracker.close(group.key, stale=True)
+        pace.give_up([record for group in stale.values() for record in group.trajectories])
 
     def _ready_groups(self) -> Iterator[Group]:
         """The groups that one pass over the journals makes ready."""
@@ -635,7 +642,7 @@ class Rollouts:
         if isinstance(record, FailureRecord):
             tracker.failed(record, where=where)
         elif record is not None:
-            tracker.dropped(record, where=where)
+            tracker.dropped(record, line.position, where=where)
         return None
 
     def _decoded(self, line: Line) -> EndedRecord | None:
@@ -659,21 +666,22 @@ class Rollouts:
         return group is not None and self._tracker.is_settled(group, key.rollout_index)
 
     def _admit(self, group: Group) -> None:
-        if (pace := self._pace) is not None:
+        """Put a ready group into the queue, or give it up."""
+        pace = self._pace
+        self._queue.append(group)
+        if pace is not None:
             newest = max((v for record in group.trajectories for v in versions_of(record)), default=0)
-            pace.note_version(newest)
-            if pace.pacer.is_stale(group.trajectories):
-                self._give_up(pace, group)
-                pace.write()
-                return
-        if self._inexact != "skip":
-            self._queue.append(group)
+            if pace.note_version(newest) or pace.pacer.is_stale(group.trajectories):
+                self._give_up_stale()
+        if self._inexact != "skip" or not self._queue or self._queue[-1] is not group:
             return
         exact = tuple(filter(is_exact, group.trajectories))
         left_out = len(group.trajectories) - len(exact)
-        if exact:
-            self._queue.append(replace(group, trajectories=exact) if left_out else group)
-        else:
+        if left_out:
+            del self._queue[-1]
+        if left_out and exact:
+            self._queue.append(replace(group, trajectories=exact))
+        elif left_out:
             self._tracker.close(group.key)
             if pace is not None:
                 pace.settle(group.key, group.order)

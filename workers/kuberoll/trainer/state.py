@@ -12,7 +12,7 @@ from kuberoll.trainer.journals import Hints
 from kuberoll.trainer.pacing import PaceState
 from kuberoll_workers.output.manifest import RunManifest
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 
 class StateRefused(ValueError):
@@ -49,6 +49,7 @@ class ConsumerState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         closed: As `ClosedGroups.as_json`.
         short: `[task_index, number, [rollout_index, …]]` of each group that was delivered with too few trajectories.
+        leaving: The same of each group that is `GroupTracker.leaving`.
         read: As `JournalReader.hints`.
         counts: `Counts` of what was delivered and left out.
         pace: As `PaceState.as_json`, of a run that the consumer holds back.
@@ -59,6 +60,7 @@ class ConsumerState(msgspec.Struct, frozen=True, kw_only=True):
     run: RunIdentity
     closed: list[tuple[int, int, int, list[int]]]
     short: list[tuple[int, int, list[int]]]
+    leaving: list[tuple[int, int, list[int]]]
     read: _Hints
     counts: dict[str, int]
     pace: dict[str, Any] | None = None
@@ -92,6 +94,10 @@ class ConsumerState(msgspec.Struct, frozen=True, kw_only=True):
     def short_groups(self) -> dict[GroupKey, tuple[int, ...]]:
         """The groups of `short`."""
         return {GroupKey(task, number): tuple(rollouts) for task, number, rollouts in self.short}
+
+    def leaving_groups(self) -> dict[GroupKey, set[int]]:
+        """The groups of `leaving`."""
+        return {GroupKey(task, number): set(rollouts) for task, number, rollouts in self.leaving}
 
 
 class _Hints(msgspec.Struct, frozen=True):

@@ -566,7 +566,7 @@ class Rescoring:
     def _groups_of_shard(self, name: str) -> Mapping[TrajectoryKey, ReplayedGroup]:
         if not self._sizes:
             return {}
-        return groups_of((line.record for line in records.counted_lines(self._source.storage, name)), self._sizes)
+        return groups_of(Trajectories([self._source.storage], shards=[name]).finished(), self._sizes)
 
     async def _scores_groups(self, name: str) -> bool:
         try:

@@ -13,8 +13,9 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from kuberoll_workers.data.record import encode_line
-from kuberoll_workers.output.records import DROPPED, FAILURES, counted_lines
+from kuberoll_workers.output.records import DROPPED, FAILURES
 from kuberoll_workers.output.storage import StorageError, open_storage
+from kuberoll_workers.output.trajectories import Trajectories
 
 CHUNK_BYTES: Final = 256 << 10
 
@@ -131,15 +132,16 @@ class Copies:
         return open_storage(self.location).shards()
 
     def trajectories(self, shard: str) -> Iterator[bytes]:
-        """Trajectories of a shard as JSON lines, each once, whatever their storage format.
+        """Finished trajectories of a shard as JSON lines, each once, whatever their storage format.
 
         Unreadable lines are left out, as by all readers.
 
         Raises:
             RecordError: The shard's Parquet file is invalid.
         """
-        for line in counted_lines(open_storage(self.location), shard):
-            yield encode_line(line.record) if line.line is None else line.line
+        for _, found in Trajectories([open_storage(self.location)], shards=[shard]).lines_by_shard():
+            for line in found:
+                yield encode_line(line.record) if line.line is None else line.line
 
     def _entries(self, folder: str) -> list[dict[str, Any]]:
         try:

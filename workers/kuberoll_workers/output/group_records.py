@@ -14,6 +14,7 @@ from kuberoll_workers.data.record import TrajectoryKey, TrajectoryRecord, decode
 from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.output import records
 from kuberoll_workers.output.storage import Storage
+from kuberoll_workers.output.trajectories import Trajectories
 
 
 class GroupRecords:
@@ -60,7 +61,7 @@ class GroupRecords:
             if shard_of(task, self._shard_count) == shard:
                 self._tasks.setdefault(task, array("q"))
         self._file.seek(0, 2)
-        for _, record, _ in records.counted_lines(self._storage, records.shard_name(shard)):
+        for record in Trajectories([self._storage], shards=[records.shard_name(shard)]).finished():
             if record.task_index in tasks:
                 self._tasks[record.task_index].append(self._file.tell())
                 self._file.write(encode_line(_without_tokens(record)))

@@ -26,7 +26,10 @@ from kuberoll_workers.data.record import (
 
 EndedRecord = TrajectoryRecord | FailureRecord | DroppedRecord
 
+_FINISHED: Final = 2
 _FINAL_DROPS: Final = {"stale": 3, "filtered": 1}
+OVERRULING: Final = frozenset(reason for reason, final in _FINAL_DROPS.items() if final > _FINISHED)
+"""Reasons for which a line of a dropped trajectory counts although the trajectory has finished."""
 
 
 class Rank(NamedTuple):
@@ -50,7 +53,7 @@ class Rank(NamedTuple):
 def rank(record: EndedRecord) -> Rank:
     """The rank of a stored line."""
     if isinstance(record, TrajectoryRecord):
-        final = 2
+        final = _FINISHED
     else:
         final = _FINAL_DROPS.get(record.reason, 0) if isinstance(record, DroppedRecord) else 0
     try:

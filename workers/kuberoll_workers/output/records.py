@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from kuberoll_workers.data.record import (
     DroppedRecord,
     FailureRecord,
@@ -19,7 +21,7 @@ from kuberoll_workers.data.record import (
     key_of,
 )
 from kuberoll_workers.output.parquet import read_keys, read_parquet, write_parquet
-from kuberoll_workers.output.precedence import Precedence
+from kuberoll_workers.output.precedence import OVERRULING, Precedence
 from kuberoll_workers.output.storage import Storage
 from kuberoll_workers.output.unreadable import file_of, warn_unreadable
 
@@ -70,12 +72,6 @@ def shard_lines(storage: Storage, shard: str) -> Iterator[ShardLine]:
             yield ShardLine(where, found, line)
 
 
-def counted_lines(storage: Storage, shard: str) -> Iterator[ShardLine]:
-    """`shard_lines` without lines that do not count because another line of the same trajectory in the shard does."""
-    counts = Precedence(keys(storage, shard), lambda: trajectories(storage, shard)).selector()
-    return (line for line in shard_lines(storage, shard) if counts(line.record))
-
-
 def keys(storage: Storage, journal: str) -> Iterator[TrajectoryKey]:
     """Keys of a shard, the failures or the dropped trajectories, at a twentieth of the cost of reading the records.
 
@@ -110,6 +106,28 @@ def dropped(storage: Storage) -> Iterator[DroppedRecord]:
     return _readable(storage, DROPPED, DroppedRecord)
 
 
+def overruled(storage: Storage) -> Iterator[TrajectoryKey]:
+    """Keys of trajectories that do not count as finished, whatever lines the shards have of them."""
+    for where, line in storage.lines(DROPPED):
+        # The rest of a line, which may be long, is not decoded for most of them.
+        if _reason(line) in OVERRULING and (found := _decoded(line, DroppedRecord, where, _left_out)) is not None:
+            yield found.key
+
+
+class _Dropped(msgspec.Struct):
+    reason: str = ""
+
+
+_REASON = msgspec.json.Decoder(_Dropped)
+
+
+def _reason(line: bytes) -> str:
+    try:
+        return _REASON.decode(line).reason
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
 _lost = functools.partial(warn_unreadable, trajectory=True)
 _left_out = functools.partial(warn_unreadable, trajectory=False)
 
@@ -130,15 +148,16 @@ def _decoded(line: bytes, kind: type[_Record], where: str, unreadable: Callable[
 def to_parquet(storage: Storage, shard: str) -> None:
     """Convert a shard's journal into its Parquet file, together with the existing content of that file.
 
-    Of several lines of a trajectory the one that counts is kept. After a crash the journal, or both files, exist, and
-    no trajectory is lost: readers return each once.
+    Of several lines of a trajectory in the shard one is kept: that which counts unless a line of another journal does.
+    After a crash the journal, or both files, exist, and no trajectory is lost: readers return each once.
     """
     first = next(iter(storage.lines(shard)), None)
     if first is None:
         return
     with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
         made = Path(directory) / f"{shard}.parquet"
-        write_parquet(made, (line.record for line in counted_lines(storage, shard)))
+        counts = Precedence(keys(storage, shard), lambda: trajectories(storage, shard)).selector()
+        write_parquet(made, filter(counts, trajectories(storage, shard)))
         storage.upload(made.name, made)
     _keep_unreadable(storage, shard)
     storage.remove_journal(shard)

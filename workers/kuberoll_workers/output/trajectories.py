@@ -22,7 +22,8 @@ class Trajectories:
     """Trajectories of a run: of several lines of one, the line that counts by the rule of `precedence`.
 
     Records are streamed. Memory: 16 bytes for each stored line while keys are compared, before the first record; then
-    about 70 bytes for each trajectory that failed or was dropped, and 300 for each that has several lines.
+    about 70 bytes for each trajectory of the shard that is read and for each that failed or was dropped, and 300 for
+    each that has several lines.
     """
 
     def __init__(
@@ -42,9 +43,13 @@ class Trajectories:
     def __iter__(self) -> Iterator[EndedRecord]:
         """All trajectories: first the finished ones, then those that failed permanently, then the dropped ones.
 
+        Each comes once, whatever is written, merged or converted meanwhile.
+
         Raises:
             RecordError: A shard's Parquet file is invalid.
         """
+        # Before the other keys: who is found too old from now on still counts as finished, here and below.
+        self._overruled  # noqa: B018
         unfinished = Precedence(self._keys(_JOURNALS), self._not_finished)
         ended, finished = KeySet(self._keys(_JOURNALS)), KeySet()
         for record in self.finished():
@@ -52,7 +57,10 @@ class Trajectories:
                 finished.add(record.key)
             yield record
         counts = unfinished.selector()
-        yield from (record for record in self._not_finished() if record.key not in finished and counts(record))
+        for other in self._not_finished():
+            if other.key in ended and other.key not in finished and counts(other):
+                finished.add(other.key)
+                yield other
 
     def finished(self) -> Iterator[TrajectoryRecord]:
         """The finished trajectories, in the order in which they are stored.
@@ -64,16 +72,36 @@ class Trajectories:
 
     def by_shard(self) -> Iterator[tuple[str, Iterator[TrajectoryRecord]]]:
         """The finished trajectories by shard name; the shards must be read in turn."""
+        for shard, found in self.lines_by_shard():
+            yield shard, (line.record for line in found)
+
+    def lines_by_shard(self) -> Iterator[tuple[str, Iterator[records.ShardLine]]]:
+        """`by_shard` with the line of each trajectory."""
         counts = self.precedence.selector()
         for storage, shard in self._shards():
-            yield shard, filter(counts, self._lines(storage, shard))
+            yield shard, self._counted(storage, shard, counts)
+
+    def _counted(
+        self, storage: Storage, shard: str, counts: Callable[[EndedRecord], bool]
+    ) -> Iterator[records.ShardLine]:
+        had = KeySet()
+        for line in self._lines(storage, shard):
+            # A file that is merged into another meanwhile may be read in both.
+            if (key := line.record.key) not in self._overruled and key not in had and counts(line.record):
+                had.add(key)
+                yield line
+
+    @cached_property
+    def _overruled(self) -> KeySet:
+        """Trajectories that have finished, perhaps, and do not count as finished."""
+        return KeySet(chain.from_iterable(map(records.overruled, self._storages)))
 
     @cached_property
     def precedence(self) -> Precedence:
         """Choice among the lines of finished trajectories."""
         shards = self._shards()
         keys = chain.from_iterable(records.keys(*shard) for shard in shards)
-        return Precedence(keys, lambda: chain.from_iterable(self._lines(*shard) for shard in shards))
+        return Precedence(keys, lambda: (line.record for shard in shards for line in self._lines(*shard)))
 
     def _shards(self) -> list[tuple[Storage, str]]:
         return [
@@ -82,11 +110,11 @@ class Trajectories:
             for shard in (storage.shards() if self._names is None else self._names)
         ]
 
-    def _lines(self, storage: Storage, shard: str) -> Iterator[TrajectoryRecord]:
+    def _lines(self, storage: Storage, shard: str) -> Iterator[records.ShardLine]:
         for line in records.shard_lines(storage, shard):
             if self._check is not None:
                 self._check(line.record, shard, line.where)
-            yield line.record
+            yield line
 
     def _not_finished(self) -> Iterator[FailureRecord | DroppedRecord]:
         yield from chain.from_iterable(map(records.failures, self._storages))
