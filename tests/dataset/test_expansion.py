@@ -190,7 +190,8 @@ def test_a_resumed_run_has_what_is_left_of_each_group() -> None:
     ]
     first, second = groups
     assert [(sample.rollout_index, sample.attempt, sample.seed) for sample in first.samples] == [
-        (0, 0, None),
+        # One attempt for both, by which a reader knows that the group goes on.
+        (0, 3, None),
         (2, 3, None),
     ]
     assert [sample.rollout_index for sample in second.samples] == [0, 1, 2]

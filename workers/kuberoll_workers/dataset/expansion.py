@@ -133,6 +133,8 @@ def sample_groups(
         stored = len(finished)
         if stored >= group.keep or any(key in done.filtered for key in keys):
             continue
+        # One for all that are left of the group: to a reader its latest attempt is the one that is going on.
+        attempt = max(done.attempts.get(key, 0) for key in keys)
         prompt = tokenize(group, tokenizer, seed=task_seed(episode_seed, group.task_index))
         base = group.row.seed if group.row.seed is not None else seed
         samples = tuple(
@@ -140,7 +142,7 @@ def sample_groups(
                 prompt=prompt,
                 rollout_index=key.rollout_index,
                 seed=None if base is None else trajectory_seed(base, *key),
-                attempt=done.attempts.get(key, 0),
+                attempt=attempt,
                 partial=done.take_partial(key),
                 group_order=order,
             )

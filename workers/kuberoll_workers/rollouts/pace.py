@@ -23,7 +23,8 @@ class Pace:
     """What the consumer of a run allows one shard.
 
     Groups are numbered in the order in which the shard begins them. One may begin if fewer groups before it than there
-    is room for are not settled: neither taken by the consumer, nor given up.
+    is room for are not settled: neither taken by the consumer, nor given up. One that is settled itself may begin, too:
+    it has failed, a resumed run tries it again, and nobody would make room for it.
 
     Attributes:
         version: Number of the newest weights.
@@ -47,7 +48,9 @@ class Pace:
 
     def may_begin(self, order: int) -> bool:
         """True if the group of this number may begin now."""
-        return self._room is None or order - self._settled.count_below(order) < self._room
+        if self._room is None or order in self._settled:
+            return True
+        return order - self._settled.count_below(order) < self._room
 
     def update(self, *, version: int, room: int | None, settled: IntervalSet, stopped: bool) -> None:
         """Take over what the consumer allows.
