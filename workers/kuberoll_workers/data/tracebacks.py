@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 from kuberoll_workers.data.text import cut, one_line, visible
 
@@ -25,10 +26,12 @@ MAX_TEXT = 16_000
 """Maximum length of a traceback's text, in characters."""
 MAX_FRAMES = 8
 """Maximum number of frames in a person's own files."""
+_MAX_STACK = 60
 _MAX_SOURCE = 200
 _MAX_PATH = 1024
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_PRINTED_FRAME = re.compile(r'^  File "(.+?)", line (\d+) in (.+)$', re.MULTILINE)
 _TEXT_FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in (.+)\n(?! *File ")(?: +(.*))?', re.MULTILINE)
 
 
@@ -97,6 +100,30 @@ def parse_traceback(text: str) -> Traceback | None:
         Frame(match[1], int(match[2]), match[3], (match[4] or "").strip()) for match in _TEXT_FRAME.finditer(text)
     ]
     return Traceback(_chosen(frames), text).bounded() if frames else None
+
+
+def stack_of(frame: FrameType | None) -> Traceback | None:
+    """The calls that a running thread is in, by its innermost frame; None if there are none."""
+    walked = [(one, line) for one, line in traceback.walk_stack(frame)] if frame is not None else []
+    return _stack(
+        [Frame(one.f_code.co_filename, line, one.f_code.co_name) for one, line in reversed(walked[:_MAX_STACK])]
+    )
+
+
+def parse_stack(text: str) -> Traceback | None:
+    """The calls of the first thread that `faulthandler` has printed; None if the text has no frame."""
+    _, _, thread = text.partition("(most recent call first):\n")
+    frames = [
+        Frame(match[1], int(match[2]), match[3]) for match in _PRINTED_FRAME.finditer(thread.partition("\n\n")[0])
+    ]
+    return _stack(frames[_MAX_STACK::-1])
+
+
+def _stack(frames: list[Frame]) -> Traceback | None:
+    if not frames:
+        return None
+    lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}\n' for frame in frames]
+    return Traceback(_chosen(frames), f"Stack (most recent call last):\n{''.join(lines)}").bounded()
 
 
 def location(frames: Sequence[Frame]) -> str:

@@ -5,7 +5,9 @@ The process does not try to recover from what the environment does to it: if an 
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -18,33 +20,47 @@ from kuberoll_workers.data.lasting import is_lasting
 from kuberoll_workers.data.plain import NotPlain, message_of, plain
 from kuberoll_workers.environments import sandbox, wire
 from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, awaited
+from kuberoll_workers.environments.channel import Answerer
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.outcome import EnvironmentFault, EpisodeLost, StepInvalid, StepRaised, fault_of
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
+
+STACK_FILE = ".kuberoll-stack"
+"""File in the scratch directory to which the process prints its stack."""
+STACK_SIGNAL = signal.SIGRTMAX - 5
+"""Signal on which it does; Python's own handler needs neither the GIL nor the code's cooperation."""
 
 _ROWS = 256
 _METRICS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
-def serve(channel: socket.socket) -> None:
+def serve(end: socket.socket) -> None:
     """Answer requests until the channel is closed."""
-    start = wire.decode_start(_receive(channel))
+    channel = Answerer(end)
+    call, body = channel.receive()
+    start = wire.decode_start(body)
+    stack = os.open(f"{start.scratch}/{STACK_FILE}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     try:
         environment = _make(start)
         served = ServedEnvironment(environment)
     except BaseException as error:
-        _send(channel, wire.encode(wire.fault_message(_creation_failure(error))))
+        channel.answer(call, wire.encode(wire.fault_message(_creation_failure(error))))
         return
-    _send(channel, wire.encode(wire.Ready(served.hooks)))
+    channel.answer(call, wire.encode(wire.Ready(served.hooks)))
     # Bound to local names, which the environment cannot replace.
-    receive, send, decode, answer = _receive, _send, wire.decode_request, served.answer
+    receive, answer, decode, answer_to = channel.receive, channel.answer, wire.decode_request, served.answer
+    rows: Iterator[bytes] = iter(())
     while True:
-        request = decode(receive(channel))
+        call, body = receive()
+        request = decode(body)
         if isinstance(request, wire.Generate):
-            for rows in _generate(environment, request):
-                send(channel, rows)
+            rows = _generate(environment, request)
+            answer(call, next(rows))
+        elif isinstance(request, wire.MoreRows):
+            answer(call, next(rows))
         else:
-            send(channel, answer(request))
+            answer(call, answer_to(request))
 
 
 class ServedEnvironment:
@@ -144,22 +160,3 @@ def _generate(environment: Any, request: wire.Generate) -> Iterator[bytes]:
         yield wire.encode(wire.Fault("invalid", str(error)))
     except BaseException as error:
         yield wire.encode(wire.fault_message(fault_of(error, "generate_dataset")))
-
-
-def _receive(channel: socket.socket) -> bytes:
-    return _exactly(channel, wire.length(_exactly(channel, wire.HEADER.size)))
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = channel.recv(min(size - len(data), 1 << 20))
-        if not chunk:
-            # The worker has closed the channel.
-            os._exit(0)
-        data += chunk
-    return bytes(data)
-
-
-def _send(channel: socket.socket, data: bytes) -> None:
-    channel.sendall(data)

@@ -14,6 +14,7 @@ from kuberoll_workers.data.tool_calls import in_order_of_calls
 from kuberoll_workers.data.tools import InvalidTools, Tool, checked_tools
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.interface import ChatMessage, EpisodeStart, GroupScore, Metadata, UnusableRow
+from kuberoll_workers.environments.tools import called_tool
 
 MAX_TEXT = 1 << 20
 """Maximum length of an observation, and of an answer, in characters."""
@@ -41,7 +42,8 @@ class EnvironmentFault(Exception):
     """Failure of an environment; the message has bounded length and is valid Unicode.
 
     Attributes:
-        traceback: Of the exception that the environment's code raised; None if it raised none.
+        traceback: Of the exception that the environment's code raised, or the stack of a call that is stuck; None if
+            there is none.
     """
 
     def __init__(self, message: str, traceback: Traceback | None = None) -> None:
@@ -289,6 +291,17 @@ def timeout_message(timeout: float, method: str = "step") -> str:
     """Message for a call that exceeded its time limit."""
     limit = f"{timeout:g} s" if method == "shutdown" else f"stepTimeoutSeconds ({timeout:g} s)"
     return f"{method} took longer than {limit}"
+
+
+def timed_out(seconds: float, method: str, stack: Traceback | None) -> StepTimedOut:
+    """The fault for a call that has exceeded its time limit.
+
+    Args:
+        stack: The calls that it is in; None if they are unknown.
+    """
+    tool = None if stack is None else called_tool(stack)
+    where = f", in the tool {tool!r}" if tool else ""
+    return StepTimedOut(timeout_message(seconds, method) + where, stack)
 
 
 SCALAR = ""

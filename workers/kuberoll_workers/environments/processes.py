@@ -18,8 +18,12 @@ from typing import Any, TypeVar
 
 import orjson
 
+from kuberoll_api.model.environments import AGENT_TYPE
+from kuberoll_workers.data.tracebacks import parse_stack
 from kuberoll_workers.environments import landlock, mounts, sandbox, wire
 from kuberoll_workers.environments.batches import Batch, CloseBatch
+from kuberoll_workers.environments.channel import Caller, is_waiting
+from kuberoll_workers.environments.child import STACK_FILE, STACK_SIGNAL
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
 from kuberoll_workers.environments.outcome import (
@@ -27,6 +31,7 @@ from kuberoll_workers.environments.outcome import (
     EnvironmentFault,
     StepRaised,
     StepTimedOut,
+    timed_out,
     timeout_message,
 )
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
@@ -35,6 +40,10 @@ from kuberoll_workers.environments.sandbox import Sandbox
 START_SECONDS = 300.0
 """Time limit for the start of a process, including the creation of the environment."""
 _END_SECONDS = 20.0
+# A process that can print its stack does so in milliseconds.
+_STACK_SECONDS = 0.5
+_STACK_LOOKS = 25
+_STACK_BYTES = 32 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +70,7 @@ class ProcessExecutor:
         self.timeout = timeout
         self._spec = spec
         self._sandbox = sandbox or Sandbox()
+        self._repeats = spec.type != AGENT_TYPE
         self._slots = asyncio.Semaphore(processes + spare)
         self._idle: list[_Process] = []
         self._ending: set[asyncio.Task[str]] = set()
@@ -105,35 +115,65 @@ class ProcessExecutor:
             raise StepRaised(
                 f"{batch.method} could not be sent to the process: its inputs are not plain data: {error}"
             ) from error
+        seconds = self.timeout if limit is None else limit
         async with self._slots:
             if not self._idle and self._holds_no_episode(batch):
                 return [None] * len(batch)  # type: ignore[list-item]
             process = self._idle.pop() if self._idle else await self._start()
-            whole = False
             if began is not None:
                 began()
             try:
-                async with asyncio.timeout(self.timeout if limit is None else limit):
-                    answer = await process.ask(message)
-                results = wire.decode_results(answer, arguments)
-                whole = True
-                return results
-            except EnvironmentFault:
-                whole = True
-                raise
-            except TimeoutError as error:
-                raise StepTimedOut(timeout_message(self.timeout, batch.method)) from error
-            except wire.InvalidMessage as error:
-                raise StepRaised(f"the environment's process violates its protocol: {error}") from error
-            except (EOFError, OSError) as error:
-                end = await self._end(process)
-                raise StepRaised(f"the environment's process {end}") from error
-            finally:
-                # In all other cases a step is still running in it, or it cannot be trusted.
-                if whole:
-                    self._idle.append(process)
-                else:
-                    self._end(process)
+                return await self._asked(process, message, arguments, seconds)
+            except _ProcessLost as lost:
+                if not (process.calls > 1 and self._may_repeat(batch)):
+                    raise lost.fault from lost
+            # An earlier call may have left behind in the process what has ended it.
+            try:
+                return await self._asked(await self._start(), message, arguments, seconds)
+            except _ProcessLost as lost:
+                raise lost.fault from lost
+
+    async def _asked(self, process: _Process, message: bytes, batch: Any, seconds: float) -> Sequence[Any]:
+        """The results of one call of a process, which is kept if it has answered and ended if not.
+
+        Raises:
+            _ProcessLost: It has ended, or sent something else than its answer.
+            EnvironmentFault: The call failed.
+        """
+        whole = False
+        process.calls += 1
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await process.channel.ask(message)
+            results = wire.decode_results(answer, batch)
+            whole = True
+            return results
+        except EnvironmentFault:
+            whole = True
+            raise
+        except TimeoutError as error:
+            stack = parse_stack(await process.printed_stack())
+            fault = timed_out(seconds, batch.method, stack)
+            if stack is None or is_waiting(stack):
+                # It was stopped, or somebody else has taken the call: the environment's code does not run.
+                raise _ProcessLost(str(fault), fault) from error
+            raise fault from error
+        except wire.InvalidMessage as error:
+            raise _ProcessLost(f"the environment's process violates its protocol: {error}") from error
+        except (EOFError, OSError) as error:
+            end = await self._end(process)
+            raise _ProcessLost(f"the environment's process {end}") from error
+        finally:
+            # In all other cases a step is still running in it, or it cannot be trusted.
+            if whole and process.channel.sound:
+                self._idle.append(process)
+            else:
+                self._end(process)
+
+    def _may_repeat(self, batch: Batch[Any]) -> bool:
+        """True for a call that another process can make as well, for whoever is not at fault for this one's end."""
+        stateful = self._hooks is not None and self._hooks.stateful
+        return self._repeats and not stateful and len(batch) == 1 and not isinstance(batch, CloseBatch)
 
     def _holds_no_episode(self, batch: Batch[Any]) -> bool:
         """True if the batch only closes episodes that ended with their process."""
@@ -167,6 +207,7 @@ class ProcessExecutor:
             raise
         except OSError as error:
             raise StepRaised(f"the environment's process could not be started: {error}") from error
+        process.on_fault = lambda: self._discard(process)
         try:
             async with asyncio.timeout(START_SECONDS):
                 self._hooks = await process.start(self._spec, self._sandbox)
@@ -188,6 +229,12 @@ class ProcessExecutor:
             raise
         return process
 
+    def _discard(self, process: _Process) -> None:
+        """End a process that is gone, or has sent what nobody asked for, while it was idle."""
+        if process in self._idle:
+            self._idle.remove(process)
+            self._end(process)
+
     def _end(self, process: _Process) -> asyncio.Task[str]:
         """End a process, once; the task's result describes how it ended."""
         if process.ending is None:
@@ -197,13 +244,34 @@ class ProcessExecutor:
         return process.ending
 
 
+class _ProcessLost(Exception):
+    """A process has ended, does not run, or has sent something else than the answer to its call, by whosever doing.
+
+    Attributes:
+        fault: What it is to the call.
+    """
+
+    def __init__(self, message: str, fault: EnvironmentFault | None = None) -> None:
+        super().__init__(message)
+        self.fault = fault or StepRaised(message)
+
+
 class _Process:
-    """One process of an environment, with its keeper."""
+    """One process of an environment, with its keeper.
+
+    Attributes:
+        calls: Number of calls that it was asked for.
+    """
 
     def __init__(self, files: Sandbox) -> None:
         self.ending: asyncio.Task[str] | None = None
+        self.calls = 0
+        self.on_fault: Callable[[], None] | None = None
         self._scratch = tempfile.mkdtemp(prefix="kuberoll-environment-")
-        self._channel, theirs = socket.socketpair()
+        # Opened before any of the environment's code can put something else in its place.
+        self._stack = os.open(f"{self._scratch}/{STACK_FILE}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        ours, theirs = socket.socketpair()
+        self.channel = Caller(ours, on_fault=self._faulted)
         watched, self._control = os.pipe()
         try:
             # Its own session: only the worker reacts to a Ctrl-C at the terminal.
@@ -221,8 +289,10 @@ class _Process:
         finally:
             theirs.close()
             os.close(watched)
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+
+    def _faulted(self) -> None:
+        if self.on_fault is not None:
+            self.on_fault()
 
     async def start(self, spec: PlainSpec, files: Sandbox) -> Hooks:
         """Create the environment in the process; returns its hooks.
@@ -232,8 +302,7 @@ class _Process:
             EOFError, OSError: The process is gone.
             InvalidMessage: The process sent an invalid message.
         """
-        self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
-        return wire.decode_ready(await self.ask(self.first_message(spec, files)))
+        return wire.decode_ready(await self.channel.ask(self.first_message(spec, files)))
 
     def first_message(self, spec: PlainSpec, files: Sandbox) -> bytes:
         """The message that creates the environment."""
@@ -250,53 +319,32 @@ class _Process:
             )
         )
 
-    async def ask(self, message: bytes) -> bytes:
-        """Send a message and wait for the answer.
-
-        Raises:
-            EOFError, OSError: The process is gone.
-            InvalidMessage: The process sent an invalid message.
-        """
-        assert self._reader is not None
-        assert self._writer is not None
-        self._writer.write(message)
-        await self._writer.drain()
-        return await self._reader.readexactly(wire.length(await self._reader.readexactly(wire.HEADER.size)))
+    async def printed_stack(self) -> str:
+        """The calls that the process is in, as `faulthandler` prints them; empty if it does not print them."""
+        if not self.channel.signal(STACK_SIGNAL):
+            return ""
+        printed = b""
+        for _ in range(_STACK_LOOKS):
+            await asyncio.sleep(_STACK_SECONDS / _STACK_LOOKS)
+            before, printed = printed, os.pread(self._stack, _STACK_BYTES, 0)
+            if printed and printed == before:
+                break
+        return printed.decode("utf-8", "replace")
 
     def ask_now(self, message: bytes) -> bytes:
-        """`ask` without an event loop, for a process that was not started with one."""
-        self._channel.settimeout(START_SECONDS)
-        self._channel.sendall(message)
-        return self.next_now()
-
-    def next_now(self) -> bytes:
-        """The next answer to the last `ask_now`."""
-        return self._exactly(wire.length(self._exactly(wire.HEADER.size)))
-
-    def _exactly(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            chunk = self._channel.recv(min(size - len(data), 1 << 20))
-            if not chunk:
-                raise EOFError
-            data += chunk
-        return bytes(data)
+        """A call without an event loop, for a process that was not started with one."""
+        return self.channel.ask_now(message, seconds=START_SECONDS)
 
     def end_now(self) -> str:
         """`end` without an event loop."""
         os.close(self._control)
-        self._channel.close()
+        self.channel.close()
         return self._wait()
 
     async def end(self) -> str:
         """End the process and all that it started; returns how it ended, as a predicate."""
         os.close(self._control)
-        if self._writer is not None:
-            self._writer.close()
-            with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
-        else:
-            self._channel.close()
+        self.channel.close()
         return await asyncio.to_thread(self._wait)
 
     def _wait(self) -> str:
@@ -305,6 +353,7 @@ class _Process:
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             code = self._keeper.wait()
+        os.close(self._stack)
         shutil.rmtree(self._scratch, ignore_errors=True)
         if code >= 0:
             return f"ended with exit code {code}"
@@ -341,7 +390,7 @@ class ProcessEnvironment(EnvironmentInterface):
                 answer = process.ask_now(wire.encode(wire.Generate(count, seed)))
                 while rows := wire.decode_rows(answer):
                     yield from rows
-                    answer = process.next_now()
+                    answer = process.ask_now(wire.encode(wire.MoreRows()))
             except TimeoutError as error:
                 raise StepTimedOut(f"generate_dataset made no row for {START_SECONDS:g} s") from error
             except (EOFError, OSError, wire.InvalidMessage) as error:
@@ -391,7 +440,7 @@ class ProcessEnvironment(EnvironmentInterface):
 async def _shut_down(process: _Process) -> None:
     try:
         async with asyncio.timeout(SHUTDOWN_SECONDS):
-            wire.decode_closed(await process.ask(wire.encode(wire.Shutdown())))
+            wire.decode_closed(await process.channel.ask(wire.encode(wire.Shutdown())))
     except (EnvironmentFault, EOFError, OSError, wire.InvalidMessage) as error:
         # Of no consequence for the trajectories; a TimeoutError is an OSError.
         late = isinstance(error, TimeoutError)

@@ -125,24 +125,24 @@ async def _first(*waits: Any) -> None:
             task.cancel()
 
 
-def serve_channel(channel: socket.socket) -> None:
+def serve_channel(end: socket.socket) -> None:
     """Serve in a worker's child process: the channel brings the settings, and takes a line when requests are answered.
 
     The settings, with the token, are in no variable and in no file. If the environment cannot be created, the line is
     `REFUSED` and a fault as JSON.
     """
     hide_from_others()
-    with channel.makefile("rb") as lines:
+    with end.makefile("rb") as lines:
         serving = msgspec.json.decode(lines.readline(), type=Serving)
 
     def ready(url: str) -> None:
-        channel.sendall(f"{url}\n".encode())
+        end.sendall(f"{url}\n".encode())
 
     with contextlib.suppress(BrokenPipeError):
         try:
             asyncio.run(serve(serving, ready))
         except EnvironmentFault as fault:
-            channel.sendall(REFUSED + protocol.encode(protocol.fault_message(fault)) + b"\n")
+            end.sendall(REFUSED + protocol.encode(protocol.fault_message(fault)) + b"\n")
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Messages between a worker and an environment's process: plain data in MessagePack, each with a length prefix.
+"""Messages between a worker and an environment's process: plain data in MessagePack; `channel` carries them.
 
 There is no pickle: neither side executes anything that the other one sends. Metadata is sent as JSON text, so received
 metadata is plain data or rejected.
@@ -6,7 +6,6 @@ metadata is plain data or rejected.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
@@ -39,7 +38,6 @@ from kuberoll_workers.environments.outcome import (
     split_scores,
 )
 
-HEADER = struct.Struct(">I")
 MAX_MESSAGE = 256 << 20
 """Maximum size of a message in bytes; a process that announces a longer one is ended."""
 
@@ -144,6 +142,10 @@ class Generate(msgspec.Struct, array_like=True, tag="generate"):
     seed: int
 
 
+class MoreRows(msgspec.Struct, array_like=True, tag="more_rows"):
+    """Request for the dataset rows after those of the last answer."""
+
+
 class Rows(msgspec.Struct, array_like=True, tag="rows"):
     """Some dataset rows, as JSON texts; empty at the end."""
 
@@ -223,7 +225,7 @@ class Closed(msgspec.Struct, array_like=True, tag="closed"):
     """Answer to `Close` and `Shutdown`."""
 
 
-Request = Step | Reset | Close | ScoreGroup | Shutdown | Generate | PostProcess
+Request = Step | Reset | Close | ScoreGroup | Shutdown | Generate | MoreRows | PostProcess
 AnyAnswer = Ready | Answer | Starts | Closed | Scores | Rows | Metrics | Fault
 
 
@@ -234,27 +236,15 @@ _starts = msgspec.msgpack.Decoder(Start)
 
 
 def encode(message: Start | Request | AnyAnswer) -> bytes:
-    """A message with its length prefix.
+    """A message as bytes.
 
     Raises:
-        UnicodeEncodeError, TypeError: It contains invalid Unicode, or is not plain data.
+        UnicodeEncodeError, TypeError: It contains invalid Unicode, is not plain data, or too long.
     """
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE:
         raise TypeError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE}")
-    return HEADER.pack(len(data)) + data
-
-
-def length(header: bytes) -> int:
-    """Size of the message that a header announces.
-
-    Raises:
-        InvalidMessage: It exceeds MAX_MESSAGE.
-    """
-    (size,) = HEADER.unpack(header)
-    if size > MAX_MESSAGE:
-        raise InvalidMessage(f"it announced a message of {size} bytes")
-    return int(size)
+    return data
 
 
 def decode_start(data: bytes) -> Start:
