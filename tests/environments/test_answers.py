@@ -25,7 +25,7 @@ async def play(rows: list[dict[str, Any]], *, processes: int, seed: int, isolati
     """Results by row."""
     spec = PlainSpec(name="env", type=None, entrypoint=SPEC.entrypoint, config={"seed": seed})
     runner = EnvironmentRunner(
-        make_executor(spec, isolation=isolation, processes=processes, timeout=10, spare=2), max_batch=64
+        make_executor(spec, isolation=isolation, processes=processes, timeout=10, spare=seed % 3), max_batch=64
     )
     results: dict[int, Any] = {}
 
@@ -61,6 +61,7 @@ def check(rows: list[dict[str, Any]], results: dict[int, Any]) -> None:
         assert result.metadata == {**row, "turn": TURNS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("act", ACTS)
 async def test_one_bad_row_of_a_batch_harms_no_other(act: str) -> None:
     rows: list[dict[str, Any]] = [{"row": number} for number in range(8)]
@@ -71,7 +72,7 @@ async def test_one_bad_row_of_a_batch_harms_no_other(act: str) -> None:
 @pytest.mark.parametrize("number", range(ENVIRONMENTS))
 async def test_random_environments_that_fork_write_and_die(number: int) -> None:
     chance = random.Random(number)
-    rows: list[dict[str, Any]] = [{"row": row} for row in range(chance.randrange(2, 25))]
-    for row in chance.sample(rows, min(len(rows) - 1, chance.randrange(1, 5))):
+    rows: list[dict[str, Any]] = [{"row": row} for row in range(chance.randrange(2, 17))]
+    for row in chance.sample(rows, min(len(rows) - 1, chance.choice([1, 1, 2, 3]))):
         row |= {"act": chance.choice(list(ACTS)), "when": chance.randrange(TURNS)}
-    check(rows, await play(rows, processes=chance.randrange(1, 4), seed=number))
+    check(rows, await play(rows, processes=chance.choice([1, 1, 2]), seed=number))
