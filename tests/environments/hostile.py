@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kuberoll_workers.environments.interface import EnvironmentReturn
@@ -32,11 +33,10 @@ def reward(row: int, turn: int) -> float:
 
 def _descriptors(*, everything: bool) -> list[int]:
     found = []
-    for name in os.listdir("/proc/self/fd"):
+    for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if int(name) > 2 and (everything or target.startswith("socket:")):
-                found.append(int(name))
+            if int(link.name) > 2 and (everything or str(link.readlink()).startswith("socket:")):
+                found.append(int(link.name))
     return found
 
 

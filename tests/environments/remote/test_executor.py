@@ -35,7 +35,7 @@ from tests.rollouts.fakes import until
 pytestmark = pytest.mark.slow
 
 LOG = [{"role": "user", "content": "a prompt"}, {"role": "assistant", "content": "go"}]
-INFO = {"protocol": 1, "name": "fake"}
+INFO = {"protocol": 2, "name": "fake"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -62,7 +62,13 @@ async def fake(step: Handler, info: Any = INFO) -> AsyncIterator[str]:
     async def describe(_: web.Request) -> web.Response:
         return web.json_response(info)
 
-    application = web.Application()
+    @web.middleware
+    async def repeat_call(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        response.headers.setdefault(protocol.CALL_HEADER, request.headers.get(protocol.CALL_HEADER, "none"))
+        return response
+
+    application = web.Application(middlewares=[repeat_call])
     application.router.add_get("/healthz", health)
     application.router.add_get("/v1/info", describe)
     for method in ("step", "reset", "close"):
@@ -285,6 +291,23 @@ async def test_faults_of_another_server_are_bounded() -> None:
     assert "\x1b" not in raised.value.traceback.frames[0].function
 
 
+@pytest.mark.parametrize("late", [False, True])
+async def test_only_the_answer_to_the_same_call_is_taken(late: bool) -> None:
+    """A server that answers each call with the outcome of the one before it, or with one that names no call."""
+    before = "none"
+
+    async def confused(request: web.Request) -> web.Response:
+        nonlocal before
+        call, before = before, request.headers[protocol.CALL_HEADER]
+        headers = {protocol.CALL_HEADER: call if late else ""}
+        return web.json_response({"outcomes": [{"reward": 1.0}]}, headers=headers)
+
+    async with fake(confused) as url, executor([url]) as remote:
+        for _ in range(3):
+            with pytest.raises(StepRaised, match="names another call in Kuberoll-Call"):
+                await remote.run(step(None))
+
+
 async def test_no_redirect_is_followed() -> None:
     async def away(_: web.Request) -> web.Response:
         raise web.HTTPTemporaryRedirect("http://169.254.169.254/latest")
@@ -330,8 +353,8 @@ async def test_episodes_of_two_runs_do_not_meet() -> None:
 @pytest.mark.parametrize(
     ("info", "patience", "says"),
     [
-        ({"protocol": 2}, 120.0, "version 2 of the protocol; this worker needs 1"),
-        ({"protocol": 1, "recovery": "hope"}, 1.0, "no server has answered"),
+        ({"protocol": 1}, 120.0, "version 1 of the protocol; this worker needs 2"),
+        ({"protocol": 2, "recovery": "hope"}, 1.0, "no server has answered"),
     ],
 )
 async def test_a_server_that_does_not_fit_is_not_used(info: Any, patience: float, says: str) -> None:

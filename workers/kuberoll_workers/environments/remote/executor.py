@@ -19,7 +19,6 @@ from kuberoll_workers.environments.outcome import (
     EpisodeLost,
     Outcomes,
     StepRaised,
-    StepTimedOut,
     timeout_message,
 )
 from kuberoll_workers.environments.remote import protocol
@@ -344,10 +343,7 @@ class RemoteExecutor:
             if status == 200:
                 return protocol.decode_results(data, batch)
             if status == protocol.STATUS_FAULT:
-                fault = protocol.decode_fault(data)
-                if isinstance(fault, StepTimedOut):
-                    raise StepTimedOut(timeout_message(self._timeout, batch.method))
-                raise fault
+                raise protocol.decode_fault(data)
         except wire.InvalidMessage as error:
             raise StepRaised(f"the environment's server violates its protocol: {error}") from error
         except ConnectionLost as error:

@@ -28,7 +28,7 @@ from kuberoll_workers.environments.interface import (
 )
 from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepOutcome, StepTimedOut
 
-VERSION: Final = 1
+VERSION: Final = 2
 PREFIX: Final = "/v1"
 HEALTH: Final = "/healthz"
 
@@ -37,6 +37,9 @@ MAX_BODY: Final = wire.MAX_MESSAGE
 
 TIMEOUT_HEADER: Final = "Kuberoll-Timeout"
 """Header of a request: seconds that the environment is given, once the call has begun."""
+
+CALL_HEADER: Final = "Kuberoll-Call"
+"""Header of a call, and of its answer: an id that the answer repeats."""
 
 STATUS_FAULT: Final = 422
 """Status of an answer whose body is a `Fault`: the environment failed, and the server is well."""
@@ -404,7 +407,7 @@ def fault_message(fault: EnvironmentFault) -> Fault:
 
 def _fault(message: Fault) -> EnvironmentFault:
     if message.kind == "timeout":
-        return StepTimedOut(message.text)
+        return StepTimedOut(message.text, None if message.traceback is None else message.traceback.bounded())
     return wire.fault_of_message(wire.Fault(message.kind, message.text, message.traceback))
 
 

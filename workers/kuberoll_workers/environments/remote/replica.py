@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 from typing import Final
 
 import aiohttp
@@ -92,9 +93,13 @@ class Replica:
 
         Raises:
             ConnectionLost: The server is gone.
-            InvalidMessage: The body of the answer is too large.
+            InvalidMessage: The answer is that to another call, or its body is too large.
         """
-        headers = {"Content-Type": "application/json", protocol.TIMEOUT_HEADER: f"{seconds:g}"}
+        headers = {
+            "Content-Type": "application/json",
+            protocol.TIMEOUT_HEADER: f"{seconds:g}",
+            protocol.CALL_HEADER: os.urandom(16).hex(),
+        }
         return await self._request("POST", path, body, headers)
 
     def lose(self) -> None:
@@ -118,6 +123,7 @@ class Replica:
             async with self._session.request(
                 method, url, data=sent, headers=headers, allow_redirects=False
             ) as response:
+                _check_call(response, headers.get(protocol.CALL_HEADER))
                 data = await _body(response)
                 # Errors end up in messages, and a server or a proxy may show what it was sent.
                 return response.status, data if response.status == 200 else without_token(data, self._token)
@@ -131,6 +137,21 @@ class Replica:
 def without_token(data: bytes, token: str | None) -> bytes:
     """The data, with something else in place of a token."""
     return data.replace(token.encode(), b"[token]") if token else data
+
+
+def _check_call(response: aiohttp.ClientResponse, call: str | None) -> None:
+    """Reject an answer that is not the one to this call, and the connection that brought it.
+
+    Other statuses are those of proxies, too, and carry no results.
+
+    Raises:
+        InvalidMessage: It is not.
+    """
+    named = response.headers.get(protocol.CALL_HEADER)
+    if call is not None and response.status in (200, protocol.STATUS_FAULT) and named != call:
+        response.close()
+        found = "has no" if named is None else "names another call in"
+        raise wire.InvalidMessage(f"its answer {found} {protocol.CALL_HEADER}, which must repeat that of the request")
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:

@@ -193,6 +193,12 @@ class EnvironmentServer:
         """A handler of authorized requests, whose exceptions are answers."""
 
         async def answer(request: web.Request) -> web.Response:
+            response = await answer_of(request)
+            if (call := request.headers.get(protocol.CALL_HEADER)) is not None:
+                response.headers[protocol.CALL_HEADER] = call
+            return response
+
+        async def answer_of(request: web.Request) -> web.Response:
             scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
             if self._token_digest is not None and not (
                 hmac.compare_digest(contract.token_digest(shown.strip()), self._token_digest)
