@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,29 +76,39 @@ def test_only_the_whole_answer_of_the_process_that_was_asked_is_taken(arriving: 
             inbox.take(frame(CALLS[0], body), process)
 
 
-def test_the_kernel_says_who_has_written() -> None:
+def answering(answer: Callable[[Answerer, socket.socket], None]) -> tuple[Caller, int]:
+    """The worker's end of a channel, and the process at its other end."""
     ours, theirs = socket.socketpair()
     caller = Caller(ours)
     process = os.fork()
     if process == 0:
-        answerer = Answerer(theirs)
+        with contextlib.suppress(BaseException):
+            ours.close()
+            answer(Answerer(theirs), theirs)
+        os._exit(0)
+    theirs.close()
+    return caller, process
+
+
+def test_the_kernel_says_who_has_written() -> None:
+    def answer(answerer: Answerer, end: socket.socket) -> None:
         call, body = answerer.receive()
         answerer.answer(call, body)
         # Both come back here, as from a step that forks; Python has closed the channel in the copy.
         call, body = answerer.receive()
         copy = os.fork()
         answerer.answer(call, b"from a copy" if copy == 0 else body)
-        os.waitpid(copy, 0)
         # A descriptor of another number is not closed.
         call, _ = answerer.receive()
-        kept = os.dup(theirs.fileno())
+        kept = os.dup(end.fileno())
         if os.fork() == 0:
             os.write(kept, frame(call, b"forged"))
             os._exit(0)
         os.wait()
+        os.wait()
         answerer.answer(call, b"mine")
-        os._exit(0)
-    theirs.close()
+
+    caller, process = answering(answer)
     assert caller.ask_now(b"one", seconds=60) == b"one"
     assert caller.ask_now(b"two", seconds=60) == b"two"
     with pytest.raises(InvalidMessage, match=r"process \d+ has written to its channel, and process \d+ was asked"):
@@ -106,21 +118,21 @@ def test_the_kernel_says_who_has_written() -> None:
 
 
 async def test_what_comes_between_two_calls_ends_the_channel() -> None:
-    ours, theirs = socket.socketpair()
-    caller = Caller(ours)
-    process = os.fork()
-    if process == 0:
-        answerer = Answerer(theirs)
+    def answer(answerer: Answerer, end: socket.socket) -> None:
         call, body = answerer.receive()
         answerer.answer(call, body)
-        os.write(theirs.fileno(), frame(call, body))
+        os.write(end.fileno(), frame(call, body))
         answerer.receive()
-        os._exit(0)
-    theirs.close()
+
+    caller, process = answering(answer)
+
+    async def ask_twice() -> None:
+        for body in (b"one", b"two"):
+            assert await caller.ask(body) == body
+
     # The second answer comes with the first one, or after it.
-    with pytest.raises(InvalidMessage, match="more than one answer|nobody asked for|not the answer to its call"):
-        for number in range(2):
-            assert await caller.ask(b"%d" % number) == b"%d" % number
+    with pytest.raises(InvalidMessage, match=r"more than one answer|nobody asked for|not the answer to its call"):
+        await ask_twice()
     assert not caller.sound
     caller.close()
     await asyncio.to_thread(os.waitpid, process, 0)
