@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.observations import (
@@ -517,3 +517,45 @@ def test_a_template_that_leaves_tools_out_is_refused(name: str) -> None:
     with pytest.raises(TemplateRefused, match="tools: the chat template leaves them out"):
         of.tokenizer.render_chat(chat, tools=[TOOL])
     assert list(of.tokenizer.render_chat(chat, tools=[])) == of.chat(chat)
+
+
+def sentencepiece(scheme: str) -> Tokenizer:
+    """A tokenizer as those of Llama 2 and Mistral: spaces are letters, one stands before a text, newlines are bytes."""
+    words = [
+        *"▁helovtquarz,.:0123456789",
+        "▁velvet",
+        "velvet",
+        "▁x",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "<unk>",
+    ]
+    rust = Tokenizer(
+        models.BPE({word: number for number, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    if scheme == "normalizer":
+        rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        rust.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return rust
+
+
+class OfRust:
+    """What `RawObservations` needs of a tokenizer."""
+
+    def __init__(self, rust: Tokenizer) -> None:
+        self._rust = rust
+
+    def encode(self, text: str) -> array[int]:
+        return token_array(self._rust.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("scheme", ["normalizer", "first", "always", "never"])
+@given(content=st.text("helovtquarz \n.,0é▁", max_size=12))
+def test_raw_observations_gain_no_space(scheme: str, content: str) -> None:
+    rust = sentencepiece(scheme)
+    raw: Any = RawObservations(OfRust(rust))  # type: ignore[arg-type]
+    found = raw.render("environment", content, previous=[], generation_prompt=True)
+    response = rust.encode("quartz", add_special_tokens=False).ids
+    assert rust.decode([*response, *found]) == rust.decode(response) + content.replace("▁", " ")
+    assert raw.render_messages([{"content": content}], previous=[], generation_prompt=True) == found

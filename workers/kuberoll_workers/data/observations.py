@@ -56,10 +56,32 @@ class ObservationTemplate(Protocol):
 
 
 class RawObservations:
-    """The content's ids unchanged; spelled-out special tokens are read as such, and an empty content has no tokens."""
+    """The content's ids unchanged; spelled-out special tokens are read as such, and an empty content has no tokens.
+
+    Tokenizers of SentencePiece put a space before a text. An observation continues what a response has begun, so it
+    gets none: its ids are those that it has behind other text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        # Texts, and their ids, behind which observations are encoded; none where a text has the same ids everywhere.
+        anchors = [(anchor, tokenizer.encode(anchor)) for anchor in _ANCHORS]
+        anchors = [(anchor, ids) for anchor, ids in anchors if self._behind(anchor, ids, _CONTENT) is not None]
+        spaced = bool(anchors) and self._behind(*anchors[0], _CONTENT) != tokenizer.encode(_CONTENT)
+        self._anchors = anchors if spaced else []
+
+    def _behind(self, anchor: str, ids: array[int], content: str) -> array[int] | None:
+        """Ids of a content behind an anchor; None if the two share a token."""
+        both = self._tokenizer.encode(anchor + content)
+        return both[len(ids) :] if both[: len(ids)] == ids else None
+
+    def _encode(self, content: str) -> array[int]:
+        if not content:
+            return token_array()
+        for anchor, ids in self._anchors:
+            if (found := self._behind(anchor, ids, content)) is not None:
+                return found
+        return self._tokenizer.encode(content)
 
     def render(
         self,
@@ -69,7 +91,7 @@ class RawObservations:
         previous: Sequence[int],  # noqa: ARG002
         generation_prompt: bool,  # noqa: ARG002
     ) -> array[int]:
-        return self._tokenizer.encode(content)
+        return self._encode(content)
 
     def render_messages(
         self,
@@ -78,9 +100,10 @@ class RawObservations:
         previous: Sequence[int],  # noqa: ARG002
         generation_prompt: bool,  # noqa: ARG002
     ) -> array[int]:
-        return self._tokenizer.encode("".join(message["content"] for message in messages))
+        return self._encode("".join(message["content"] for message in messages))
 
 
+_ANCHORS = ("\n", "0", ".")
 # Words of the probes. No pair has a common first or last letter, so no tokenizer gives them a common first or last
 # token.
 _QUESTION = "hello"
