@@ -194,6 +194,8 @@ class ServeArgs:
     Attributes:
         model, tokenizer: Directory or hub id of each.
         model_name: The model's name in the OpenAI-compatible routes; None for `model`.
+        revision: Branch, tag or commit of the model at the hub; None: its default branch.
+        tokenizer_revision: The same of the tokenizer; None: the model's.
         chat_template: Jinja source of a chat template in place of the tokenizer's own; None: its own.
         chat_template_kwargs: Variables of the chat template, for chats that do not set them.
         gpus: GPUs of one replica, possibly a fraction; None for as many as `engine_args` spread the model over.
@@ -215,6 +217,7 @@ class ServeArgs:
     engine: str
     model_name: str | None = None
     revision: str | None = None
+    tokenizer_revision: str | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

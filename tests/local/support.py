@@ -70,6 +70,7 @@ class Endpoint:
 
     Attributes:
         requests: Ids of those answered.
+        answers: Ids of the prompt and of the response of each.
         waiting: Sessions of those held up.
         released: Those held up are answered once it is set.
     """
@@ -81,6 +82,7 @@ class Endpoint:
         """
         self.url = ""
         self.requests: list[str] = []
+        self.answers: list[tuple[list[int], list[int]]] = []
         self.waiting: set[str] = set()
         self.released = asyncio.Event()
         self.holds: Callable[[GenerationRequest], bool] = lambda request: False
@@ -127,9 +129,9 @@ class Endpoint:
             finally:
                 self.waiting.discard(asked.session_id)
         self.requests.append(asked.request_id)
-        return web.Response(
-            body=wire.encode_result(await self._engine.generate(asked), wire.MSGPACK), content_type=wire.MSGPACK
-        )
+        result = await self._engine.generate(asked)
+        self.answers.append((asked.token_ids.tolist(), result.token_ids.tolist()))
+        return web.Response(body=wire.encode_result(result, wire.MSGPACK), content_type=wire.MSGPACK)
 
 
 @pytest.fixture
@@ -140,12 +142,12 @@ async def endpoint() -> AsyncIterator[Endpoint]:
 
 
 @contextmanager
-def external_generation(seconds: float = 0.0) -> Iterator[dict[str, Any]]:
+def external_generation(seconds: float = 0.0, endpoint: Endpoint | None = None) -> Iterator[dict[str, Any]]:
     """`spec.generation` of a job whose engine somebody else keeps: an `Endpoint` in a thread of this process.
 
     For runs in which neither Ray nor its start and end are what is tested.
     """
-    endpoint = Endpoint(seconds)
+    endpoint = endpoint or Endpoint(seconds)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(endpoint.serving()):
         yield {"backend": "External", "external": {"url": endpoint.url}, "model": {"source": str(TINY)}}
 

@@ -16,6 +16,7 @@ from kuberoll_workers.local.early_start import EarlyStart, early_start
 from kuberoll_workers.local.options import RunOptions
 from kuberoll_workers.local.preflight import check
 from kuberoll_workers.local.worker_setup import WorkerSetup
+from kuberoll_workers.output.run_directory import new_manifest
 from kuberoll_workers.output.storage import open_storage
 from tests.local.support import manifest, run_to_end
 
@@ -32,6 +33,7 @@ def setup(early: EarlyStart, directory: Path, **spec: Any) -> WorkerSetup:
     return WorkerSetup(
         job=job, options=RunOptions(base=directory, output=str(directory)), storage=open_storage(str(directory)),
         preflight=check(job, base=directory), shards=1, directory=directory, early=early, endpoint=False,
+        manifest=new_manifest(job, shards=1, inputs={}),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.output.journal import partial_name, write_atomically
-from kuberoll_workers.output.run_directory import RunDirectory, RunRefused, differences, new_manifest
+from kuberoll_workers.output.run_directory import RunDirectory, RunRefused, differences, new_manifest, pinned_revision
 from kuberoll_workers.output.storage import DirectoryStorage
 
 DOCUMENT: dict[str, Any] = {
@@ -56,7 +56,7 @@ def test_a_fresh_directory_gets_the_manifest(tmp_path: Path) -> None:
     assert opened(output, manifest()) is False
     stored = json.loads((output / "manifest.json").read_text())
     assert stored["identity"]["generation.model.source"] == "models/tiny"
-    assert set(stored["versions"]) == {"kuberoll", "ray", "transformers"}
+    assert set(stored["versions"]) >= {"kuberoll", "ray", "transformers", "tokenizers", "jinja2"}
 
 
 def test_the_same_run_resumes_only_when_asked(tmp_path: Path) -> None:
@@ -115,6 +115,54 @@ def test_trajectories_of_unknown_origin_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(RunRefused, match="their origin is unknown"):
         opened(tmp_path, manifest(), resume=True)
     assert (tmp_path / "shard-00000.jsonl").read_text() == "{}\n"
+
+
+def test_trajectories_whose_manifest_was_lost_are_continued_by_force(tmp_path: Path) -> None:
+    (tmp_path / "shard-00000.jsonl").write_text("{}\n")
+    directory = RunDirectory(DirectoryStorage(tmp_path))
+    try:
+        assert directory.open(manifest(), resume=True, force=True)
+    finally:
+        directory.close()
+    assert json.loads((tmp_path / "manifest.json").read_text())["forced"][0].startswith("manifest.json was missing")
+
+
+def test_what_shapes_tokens_may_not_change(tmp_path: Path) -> None:
+    def with_sources(**sources: str) -> Any:
+        return dataclasses.replace(manifest(), sources=sources)
+
+    opened(tmp_path, with_sources())
+    # An older version stored none.
+    opened(tmp_path, with_sources(model="commit a", tokenizer="b"), resume=True)
+    assert json.loads((tmp_path / "manifest.json").read_text())["sources"] == {"model": "commit a", "tokenizer": "b"}
+    opened(tmp_path, with_sources(model="commit a"), resume=True)
+    with pytest.raises(RunRefused, match=r"model: changed, so tokens may differ \(was commit a, is commit c\)"):
+        opened(tmp_path, with_sources(model="commit c"), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "earlier", "pinned"),
+    [
+        ("model", {}, {}, "a" * 40),
+        ("tokenizer", {}, {}, "b" * 40),
+        ("tokenizer", {"tokenizer": "me/other"}, {"tokenizer": "me/other"}, "b" * 40),
+        ("model", {"revision": "v2"}, {}, "v2"),
+        ("tokenizer", {"tokenizer": "me/other", "revision": "v2"}, {}, None),
+    ],
+)
+def test_a_run_stays_with_the_commits_that_it_began_with(
+    name: str, model: dict[str, str], earlier: dict[str, str], pinned: str | None
+) -> None:
+    document = copy.deepcopy(DOCUMENT)
+    document["spec"]["generation"]["model"] |= earlier
+    stored = new_manifest(
+        RolloutJob.model_validate(document), shards=1, inputs={},
+        sources={"model": f"commit {'a' * 40}", "tokenizer": f"commit {'b' * 40}"},
+    )  # fmt: skip
+    document["spec"]["generation"]["model"] |= model
+    job = RolloutJob.model_validate(document)
+    assert pinned_revision(job, stored, name) == pinned
+    assert pinned_revision(job, None, "model") == document["spec"]["generation"]["model"].get("revision")
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:

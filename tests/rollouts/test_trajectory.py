@@ -73,7 +73,7 @@ MESSAGES = [
 FIRST = TurnRecord(
     task_index=3, rollout_index=2, attempt=0, turn=1, messages=MESSAGES[1:3], reward=0.25, reward_parts={},
     metadata={"left": 1}, stop_strings=["!"], answer=None, generation_seconds=0.5, environment_seconds=0.125,
-    stop_reason=None, token_source="engine",
+    stop_reason=None, token_source="engine", prompt=Trajectory(sample_of(), settings()).beginning(),
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,12 @@ def template_variables(template: object) -> set[str] | None:
     except jinja2.TemplateError:
         # With extensions of the model's own.
         return None
+
+
+def stopped_clock(moment: datetime) -> Callable[[str], str]:
+    """A chat template's `strftime_now` at a clock that stands."""
+    # As transformers' own has none.
+    return moment.replace(tzinfo=None).strftime
 
 
 def _to_json(

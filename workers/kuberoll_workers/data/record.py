@@ -203,6 +203,8 @@ class TurnRecord:
         stop_strings: Stop strings of the next generation.
         stop_reason: How the trajectory ended with this turn; None if it continues.
         ended_at: Unix time of its end; None if unknown.
+        prompt: Digest of what the trajectory began with, on the first turn (`provenance.prompt_digest`): a run that
+            would begin it otherwise starts it over. None on later turns, and in logs of older versions.
         prompt_messages: Messages that the environment's `reset` added to the prompt, on the first turn; None if there
             are none.
         token_source: Source of the response's ids; omitted in stored lines if it is `engine`, without `tools`.
@@ -224,6 +226,7 @@ class TurnRecord:
     environment_seconds: float
     stop_reason: StopReason | None = None
     ended_at: float | None = None
+    prompt: str | None = None
     prompt_messages: list[dict[str, str]] | None = None
     token_source: TokenSource = "engine"
     tools: list[dict[str, Any]] | None = None

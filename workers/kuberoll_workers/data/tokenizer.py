@@ -6,11 +6,12 @@ import difflib
 import os
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from kuberoll_workers.data.chat_template import compiled, template_variables
+from kuberoll_workers.data.chat_template import compiled, stopped_clock, template_variables
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tokenizer_files import FileTokenizer, read_tokenizer, tokenizer_directory
 from kuberoll_workers.data.tools import template_messages
@@ -222,6 +223,12 @@ class HuggingFaceTokenizer:
         return HuggingFaceTokenizer(
             self._tokenizer, template=self._template, variables={**self._variables, **variables}
         )
+
+    def with_clock(self, moment: datetime) -> HuggingFaceTokenizer:
+        """The same tokenizer, whose chat template reads this time wherever it asks for the present one."""
+        # In place of the global function of that name.
+        variables = {**self._variables, "strftime_now": stopped_clock(moment)}
+        return HuggingFaceTokenizer(self._tokenizer, template=self._template, variables=variables)
 
     @property
     def vocabulary(self) -> int:

@@ -169,16 +169,29 @@ def tokenizer_directory(source: str, revision: str | None = None, *, stored: boo
     Returns:
         None if there is no such directory, and the hub has no such model or does not answer.
     """
+    return _directory(source, revision, FILES, stored=stored)
+
+
+def model_directory(source: str, revision: str | None = None) -> Path | None:
+    """The directory of a model's configuration: the source itself, or where the hub's cache has it.
+
+    Returns:
+        None if there is no such directory, and the hub has no such model or does not answer.
+    """
+    return _directory(source, revision, ("config.json", "generation_config.json"), stored=False)
+
+
+def _directory(source: str, revision: str | None, files: Sequence[str], *, stored: bool) -> Path | None:
     if Path(source).is_dir():
         return Path(source)
     try:
         from huggingface_hub import snapshot_download
 
         # Into the cache that transformers uses, too.
-        found = snapshot_download(source, revision=revision, allow_patterns=list(FILES), local_files_only=stored)
+        found = snapshot_download(source, revision=revision, allow_patterns=list(files), local_files_only=stored)
     except Exception:
         # Its many exceptions all mean the same here; transformers gives the reason in its own words.
-        _log.debug("%s: no tokenizer of the hub", source, exc_info=True)
+        _log.debug("%s: no files of the hub", source, exc_info=True)
         return None
     return Path(found)
 

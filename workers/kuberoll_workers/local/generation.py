@@ -257,6 +257,8 @@ def serve_args(job: RolloutJob, source: ModelSource) -> ServeArgs:
         generation,
         model=source.model,
         tokenizer=source.tokenizer,
+        revision=source.revision or generation.model.revision,
+        tokenizer_revision=source.tokenizer_revision,
         gpus=requested_gpus(generation),
         weights=weights_source(job.spec.weights),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,14 @@ from pydantic import BaseModel
 from kuberoll_api.model import traits
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.traits import Traits
+from kuberoll_workers.data.provenance import MODEL, TOKENIZER, hub_commit, model_source, tokenizer_sources
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
+from kuberoll_workers.data.tokenizer_files import model_directory, tokenizer_directory
 from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.inputs import InputSummary, scan
 from kuberoll_workers.dataset.reading import DatasetError
+from kuberoll_workers.output.manifest import RunManifest
+from kuberoll_workers.output.run_directory import pinned_revision
 from kuberoll_workers.serving.engines.registry import ENGINES
 from kuberoll_workers.worker.environments import check_environment, isolated_environment_factory
 from kuberoll_workers.worker.settings import job_tokenizer, observation_template
@@ -31,10 +36,18 @@ class JobRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Directory or hub id of a model and of its tokenizer."""
+    """Directory or hub id of a model and of its tokenizer.
+
+    Attributes:
+        revision, tokenizer_revision: Commit of each at the hub; None: it is a directory, or its commit is unknown.
+        sources: What they are, as in `RunManifest.sources`.
+    """
 
     model: str
     tokenizer: str
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +65,22 @@ class Preflight:
     services: tuple[ModelSource, ...] = ()
 
 
-def check(job: RolloutJob, *, base: Path) -> Preflight:
+def check(job: RolloutJob, *, base: Path, earlier: RunManifest | None = None) -> Preflight:
     """Check a job against this machine.
 
     Args:
         base: The manifest's directory, where its relative paths start.
+        earlier: Manifest of the run to continue.
 
     Raises:
         JobRefused: A check failed; the message names the manifest's field.
     """
     # In the order of their time: code and data of the user come last.
     _check_processes(job)
-    source = check_model(job, base=base)
+    source = check_model(job, base=base, earlier=earlier)
     services = tuple(_check_services(job, base))
     _check_tracking(job)
-    check_template(job, source.tokenizer)
+    check_template(job, source)
     _check_environments(job)
     try:
         inputs = scan(
@@ -80,20 +94,32 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     return Preflight(source=source, inputs=inputs, notes=tuple(_notes(job)), services=services)
 
 
-def check_model(job: RolloutJob, *, base: Path) -> ModelSource:
+def check_model(job: RolloutJob, *, base: Path, earlier: RunManifest | None = None) -> ModelSource:
     """Check that a job's engine is installed, and find its model and tokenizer.
 
     Args:
-        base: As in `check`.
+        base, earlier: As in `check`.
 
     Raises:
         JobRefused: One of them is missing; the message names the manifest's field.
     """
     _check_packages(job)
     model = job.spec.generation.model
+    revision, tokenizer_revision = (pinned_revision(job, earlier, name) for name in (MODEL, TOKENIZER))
+    source = _locate("spec.generation.model.source", model.source, base, ("config.json",), revision)
+    given = model.tokenizer or model.source
+    tokenizer = _locate("spec.generation.model.tokenizer", given, base, _TOKENIZER_FILES, tokenizer_revision)
+    files = tokenizer_directory(tokenizer, tokenizer_revision)
+    sources = {} if files is None else tokenizer_sources(files, own_template=model.chat_template is not None)
+    own = files if tokenizer == source else model_directory(source, revision)
+    if own is not None and job.spec.generation.external is None:
+        sources[MODEL] = model_source(own)
     return ModelSource(
-        model=_locate("spec.generation.model.source", model.source, base, ("config.json",)),
-        tokenizer=_locate("spec.generation.model.tokenizer", model.tokenizer or model.source, base, _TOKENIZER_FILES),
+        model=source,
+        tokenizer=tokenizer,
+        revision=None if own is None else hub_commit(own),
+        tokenizer_revision=None if files is None else hub_commit(files),
+        sources=sources,
     )
 
 
@@ -138,11 +164,8 @@ def _check_tracking(job: RolloutJob) -> None:
         raise JobRefused(str(error)) from error
 
 
-def check_template(job: RolloutJob, tokenizer: str) -> None:
+def check_template(job: RolloutJob, source: ModelSource) -> None:
     """Check that chats and observations can be rendered as the job wants it.
-
-    Args:
-        tokenizer: Directory or hub id.
 
     Raises:
         JobRefused: They cannot; the message names the manifest's field.
@@ -152,7 +175,7 @@ def check_template(job: RolloutJob, tokenizer: str) -> None:
     if job.spec.rollout.observation_template == "Raw" and not own and not model.chat_template_kwargs:
         return
     try:
-        loaded = job_tokenizer(job, HuggingFaceTokenizer.load(tokenizer))
+        loaded = job_tokenizer(job, HuggingFaceTokenizer.load(source.tokenizer, revision=source.tokenizer_revision))
     except TemplateRefused as error:
         raise JobRefused(str(error)) from error
     try:
@@ -171,7 +194,7 @@ def _check_environments(job: RolloutJob) -> None:
             raise JobRefused(f"spec.environments[{number}] ({spec.name}): {with_frames(error)}") from error
 
 
-def _locate(field: str, source: str, base: Path, any_of: Sequence[str]) -> str:
+def _locate(field: str, source: str, base: Path, any_of: Sequence[str], revision: str | None = None) -> str:
     if "://" in source:
         raise JobRefused(f"{field}: {source}: on this machine use a directory or a hub id: --set {field}=...")
     path = Path(source).expanduser()
@@ -188,16 +211,16 @@ def _locate(field: str, source: str, base: Path, any_of: Sequence[str]) -> str:
             f"{field}: there is no directory {path} (relative paths start at the manifest); name another with "
             f"--set {field}=..."
         )
-    return _on_hub(field, source, path, any_of)
+    return _on_hub(field, source, path, any_of, revision)
 
 
-def _on_hub(field: str, source: str, path: Path, any_of: Sequence[str]) -> str:
+def _on_hub(field: str, source: str, path: Path, any_of: Sequence[str], revision: str | None) -> str:
     from huggingface_hub import hf_hub_download
 
     last: Exception | None = None
     for name in any_of:
         try:
-            hf_hub_download(source, name)
+            hf_hub_download(source, name, revision=revision)
         except Exception as error:
             # The hub's client raises many exception types with the same meaning here.
             last = error

@@ -61,7 +61,7 @@ from kuberoll_workers.output.run_directory import (
     RunRefused,
 )
 from kuberoll_workers.output.run_files import RunFiles
-from kuberoll_workers.output.storage import DirectoryStorage, Storage
+from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.output.workers_file import WORKERS_FILE, WorkersFile
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.readiness import waiting_text
@@ -93,8 +93,7 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter, early: EarlySt
     sys.path[:0] = import_directories(options.base)
     shards = job.spec.workers.shard_count
     storage = storage_of(options.output)
-    check_output(storage, options)
-    preflight = check(job, base=options.base)
+    preflight = check(job, base=options.base, earlier=check_output(storage, options))
     args = serve_args(job, preflight.source)
     served = served_endpoint(job, args, options.endpoint)
     directory = RunDirectory(storage)
@@ -107,7 +106,7 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter, early: EarlySt
         elif options.resume:
             reporter.note(f"{options.output} contains no run yet: starting one")
         reporter.phase("checks", time.perf_counter() - started)
-        result = _LocalRun(job, options, storage, preflight, args, served, shards, reporter, early).execute(started)
+        result = _LocalRun(job, options, directory, preflight, args, served, shards, reporter, early).execute(started)
     except RunRefused as error:
         raise JobRefused(str(error)) from error
     finally:
@@ -120,7 +119,7 @@ class _LocalRun:
         self,
         job: RolloutJob,
         options: RunOptions,
-        storage: Storage,
+        directory: RunDirectory,
         preflight: Preflight,
         args: ServeArgs,
         served: ServedEndpoint | None,
@@ -130,7 +129,7 @@ class _LocalRun:
     ) -> None:
         self._job = job
         self._options = options
-        self._storage = storage
+        self._storage = storage = directory.storage
         self._preflight = preflight
         self._reporter = reporter
         self._local = local_directory(job, storage)
@@ -145,7 +144,7 @@ class _LocalRun:
         self._served = served
         self._setup = WorkerSetup(
             job=job, options=options, storage=storage, preflight=preflight, shards=shards, directory=self._local,
-            early=early, endpoint=self._has_endpoint,
+            manifest=directory.manifest, early=early, endpoint=self._has_endpoint,
         )  # fmt: skip
         self._clock = StartClock(reporter, self._seconds)
         self._parts = AsyncExitStack()

@@ -13,7 +13,7 @@ from kuberoll_workers.dataset.inputs import repeats_of
 from kuberoll_workers.local.errors import describe_error
 from kuberoll_workers.local.options import RunOptions
 from kuberoll_workers.local.preflight import JobRefused, Preflight
-from kuberoll_workers.output.run_directory import RunDirectory, RunRefused, check_contents, new_manifest
+from kuberoll_workers.output.run_directory import RunDirectory, RunManifest, RunRefused, check_contents, new_manifest
 from kuberoll_workers.output.run_state import read_state
 from kuberoll_workers.output.storage import DirectoryStorage, Storage, StorageError, open_storage
 from kuberoll_workers.worker.environments import remote_digests
@@ -53,14 +53,17 @@ def _refusals(output: str) -> Iterator[None]:
         raise JobRefused(f"--output {output}: {type(error).__name__}: {error}") from error
 
 
-def check_output(storage: Storage, options: RunOptions) -> None:
+def check_output(storage: Storage, options: RunOptions) -> RunManifest | None:
     """Check the output before everything that takes longer; it is checked again when it is locked.
+
+    Returns:
+        Manifest of the run to continue; None: there is none.
 
     Raises:
         JobRefused: It contains a run, which must not be resumed, or something else.
     """
     with _refusals(options.output):
-        check_contents(storage, resume=options.resume)
+        return check_contents(storage, resume=options.resume, force=options.force)
 
 
 def open_run(directory: RunDirectory, job: RolloutJob, options: RunOptions, preflight: Preflight, shards: int) -> bool:
@@ -72,7 +75,13 @@ def open_run(directory: RunDirectory, job: RolloutJob, options: RunOptions, pref
     inputs = preflight.inputs
     with _refusals(options.output):
         resumed = directory.open(
-            new_manifest(job, shards=shards, inputs=inputs.as_json(), code=remote_digests(job)),
+            new_manifest(
+                job,
+                shards=shards,
+                inputs=inputs.as_json(),
+                code=remote_digests(job),
+                sources=preflight.source.sources,
+            ),
             resume=options.resume,
             force=options.force,
         )

@@ -63,7 +63,7 @@ def serve(job: RolloutJob, options: ServeOptions, reporter: Reporter) -> None:
         raise JobRefused("spec.generation.external: this engine is managed elsewhere; there is nothing to serve here")
     name = job.metadata.name
     source = check_model(job, base=options.base)
-    check_template(job, source.tokenizer)
+    check_template(job, source)
     args = serve_args(job, source)
     run_id = uuid.uuid4().hex
     with ExitStack() as stack:

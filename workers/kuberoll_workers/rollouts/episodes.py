@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -20,6 +21,10 @@ from kuberoll_workers.rollouts.trajectory import Trajectory
 
 MAX_RECOVERIES = 32
 """Maximum number of times that a trajectory's episode is lost through no fault of its own, or that it starts over."""
+
+
+_MOST_NAMED = 10
+_log = logging.getLogger(__name__)
 
 
 class StartOver(Exception):
@@ -42,18 +47,39 @@ class Episodes:
         self._tokenizer = tokenizer
         self._settings = settings
         self._journaled = journaled
+        self._started_over = 0
 
     def trajectory(self, sample: Sample) -> Trajectory:
         """The trajectory of a sample, with its stored turns.
 
+        It starts over where what its tokens depend on is not what its turns were sampled under: its prompt would not
+        be the one that they continue.
+
         Raises:
             ValueError: The sample's partial does not fit it.
         """
-        first = sample.partial.turns[0] if sample.partial is not None else None
-        if first is not None and (first.prompt_messages or first.tools is not None):
-            prompt = self._extended(sample.prompt, first.prompt_messages or (), first.tools)
-            sample = replace(sample, prompt=prompt)
-        return Trajectory(sample, self._settings)
+        if sample.partial is None:
+            return Trajectory(sample, self._settings)
+        first = sample.partial.turns[0]
+        prompt = sample.prompt
+        try:
+            if first.prompt_messages or first.tools is not None:
+                prompt = self._extended(prompt, first.prompt_messages or (), first.tools)
+            trajectory = Trajectory(replace(sample, prompt=prompt), self._settings)
+        except TrajectoryFailed as error:
+            reason = str(error)
+        else:
+            if trajectory.turn or trajectory.stop_reason is not None:
+                return trajectory
+            reason = "its prompt, its sampling, or its model, tokenizer or chat template are not what they were"
+        self._started_over += 1
+        if self._started_over <= _MOST_NAMED:
+            more = "; further ones are not named" if self._started_over == _MOST_NAMED else ""
+            _log.warning(
+                "trajectory %s starts over, without its %d stored turns: %s%s",
+                tuple(sample.key), len(sample.partial.turns), reason, more,
+            )  # fmt: skip
+        return Trajectory(replace(sample, partial=None), self._settings)
 
     async def begin(self, flight: InFlight) -> None:
         """Begin a trajectory's episode, or restore that of an interrupted one. Does nothing without episodes.

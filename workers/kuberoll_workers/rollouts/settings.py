@@ -34,6 +34,8 @@ class RolloutSettings:
         generation_seconds: Time limit of one generation request.
         turn_seconds: Time limit of one turn, with retries, without the wait for others in Lockstep; None: no limit.
         trajectory_seconds: Time limit of one trajectory; None: no limit.
+        rendering: Key of what shapes tokens beside the row, of `provenance.rendering_of`: a trajectory that was
+            interrupted under another one starts over.
         engine_parses_calls: The engine parses calls of tools, by the parser of its model.
         foreign_policy: The policy has another interface behind it, which does not receive `max_tokens` and may return
             no log-probabilities, so neither is checked. A response that exceeds the window is kept whole and ends
@@ -51,6 +53,7 @@ class RolloutSettings:
     trajectory_seconds: float | None = None
     foreign_policy: bool = False
     engine_parses_calls: bool = False
+    rendering: bytes = b""
 
     @property
     def outage_seconds(self) -> float:

@@ -21,6 +21,7 @@ from kuberoll_workers.data.messages import (
     token_array,
 )
 from kuberoll_workers.data.prompts import Sample
+from kuberoll_workers.data.provenance import prompt_digest
 from kuberoll_workers.data.record import (
     Branch,
     DroppedRecord,
@@ -132,9 +133,19 @@ class Trajectory:
         self.stop_reason: StopReason | None = None
         if rules.prompt_fills_window(len(self.context), settings.max_sequence_length):
             self.stop_reason = "truncated"
-        elif sample.partial is not None and _rewards_fit_float32(sample.partial):
+        elif (
+            sample.partial is not None
+            and sample.partial.turns[0].prompt == self.beginning()
+            and _rewards_fit_float32(sample.partial)
+        ):
             for turn in sample.partial.turns:
                 self._replay(turn)
+
+    def beginning(self) -> str:
+        """Digest of its prompt, its sampling, and what else its tokens depend on."""
+        return prompt_digest(
+            self._settings.rendering, msgspec.json.encode(self._sampling), self.sample.prompt.token_ids
+        )
 
     def _replay(self, turn: TurnRecord) -> None:
         """Append a stored turn, by the same rules as a new one."""
@@ -373,6 +384,7 @@ class Trajectory:
             environment_seconds=self.environment_seconds[index],
             stop_reason=self.stop_reason if newest else None,
             ended_at=self.ended_at[index],
+            prompt=self.beginning() if index == 0 else None,
             prompt_messages=(self.episode_messages() or None) if index == 0 else None,
             token_source="reencoded" if self._reencoded[index] else "engine",
             tools=list(prompt.tools or ()) if index == 0 and prompt.episode_tools else None,

@@ -171,7 +171,7 @@ def main() -> None:
     _log_to(start.log)
     reports = _own_stdout()
     # If PyTorch is installed transformers imports it, which takes seconds; the engine's start takes longer.
-    tokenizer = HuggingFaceTokenizer.load(start.tokenizer)
+    tokenizer = HuggingFaceTokenizer.load(start.tokenizer, revision=start.revision)
     if start.endpoint:
         # Its HTTP client is imported here, while there is time.
         importlib.import_module("kuberoll_workers.policy.endpoints")

@@ -21,11 +21,13 @@ class WorkerStart(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         tokenizer: Directory or hub id of the tokenizer.
+        revision: Of the tokenizer at the hub; None: its default branch.
         log: File to which standard error is appended from now on.
         endpoint: True if it will generate at an endpoint, and not simulate its engine.
     """
 
     tokenizer: str
+    revision: str | None = None
     log: str
     endpoint: bool
 
@@ -37,6 +39,10 @@ class WorkerConfig:
     Attributes:
         base: The directory where the job's relative paths start.
         tokenizer: Directory or hub id of the tokenizer.
+        tokenizer_revision: Of the tokenizer at the hub; None: its default branch.
+        clock: ISO time that the chat template reads instead of the present one, the same in all parts of a run; None:
+            the present one.
+        sources: What shapes tokens beside the job's settings, as in the run's manifest.
         endpoint: Base URL of the policy; None: see `simulated`.
         max_model_len: The engine's window, tokens.
         output: The run's directory, which must exist, or URI.
@@ -63,6 +69,9 @@ class WorkerConfig:
     turns: str | None
     shards: list[int]
     shard_count: int
+    tokenizer_revision: str | None = None
+    clock: str | None = None
+    sources: dict[str, str] = field(default_factory=dict)
     tasks: int | None = None
     rollouts: int | None = None
     blocks: list[str] | None = None

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from kuberoll_workers.data.provenance import rendering_of
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.dataset.expansion import sample_groups
@@ -124,8 +125,10 @@ async def run_worker(
     """
     job = config.job
     if tokenizer is None:
-        tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
-    tokenizer = job_tokenizer(job, tokenizer)
+        tokenizer = await asyncio.to_thread(
+            HuggingFaceTokenizer.load, config.tokenizer, revision=config.tokenizer_revision
+        )
+    tokenizer = job_tokenizer(job, tokenizer, clock=config.clock)
     seeded = job.spec.dataset.seed_per_repeat
     base_seed = job_seed(job.metadata.name, job.spec.generation.sampling.seed)
     async with AsyncExitStack() as stack:
@@ -178,7 +181,9 @@ async def run_worker(
         if policy is None:
             policy = await stack.enter_async_context(open_policy(config, metrics, tokenizer))
             serve = serve_version(policy)
-        settings = rollout_settings(job, config.max_model_len)
+        settings = rollout_settings(
+            job, config.max_model_len, rendering=rendering_of(config.sources, clock=config.clock)
+        )
         rollout = Rollout(
             policy=policy,
             environments=environments,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.observations import (
     ChatTemplateObservations,
@@ -21,11 +23,12 @@ from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sam
 from kuberoll_workers.worker.config import WorkerConfig
 
 
-def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
+def rollout_settings(job: RolloutJob, max_model_len: int, *, rendering: bytes = b"") -> RolloutSettings:
     """The loop's settings for a job.
 
     Args:
         max_model_len: The engine's window, which limits `maxSequenceLength`.
+        rendering: As in `RolloutSettings`.
     """
     rollout, generation = job.spec.rollout, job.spec.generation
     sampling = generation.sampling
@@ -48,6 +51,7 @@ def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
         generation_seconds=rollout.timeouts.generation_seconds,
         turn_seconds=rollout.timeouts.turn_seconds,
         trajectory_seconds=rollout.timeouts.trajectory_seconds,
+        rendering=rendering,
         engine_parses_calls=generation.tool_call_parser is not None and generation.engine == "VLLM",
     )
 
@@ -110,14 +114,21 @@ def part_limits(job: RolloutJob) -> PartLimits:
     return PartLimits(max_bytes=parts.max_bytes, max_seconds=parts.max_seconds)
 
 
-def job_tokenizer(job: RolloutJob, tokenizer: HuggingFaceTokenizer) -> HuggingFaceTokenizer:
+def job_tokenizer(
+    job: RolloutJob, tokenizer: HuggingFaceTokenizer, *, clock: str | None = None
+) -> HuggingFaceTokenizer:
     """A model's tokenizer that renders chats as the job wants it: by its template, and with its variables.
+
+    Args:
+        clock: ISO time that its template reads instead of the present one; None: the present one.
 
     Raises:
         TemplateRefused: One of them cannot be used; the message names its field.
     """
     model = job.spec.generation.model
     made = tokenizer.with_template(model.chat_template).with_variables(model.chat_template_kwargs)
+    if clock is not None:
+        made = made.with_clock(datetime.fromisoformat(clock))
     # With the variables: templates may need them.
     made.check_rendering()
     return made

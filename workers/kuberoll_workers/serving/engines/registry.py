@@ -57,6 +57,7 @@ class VLLMKind:
             model=args.model,
             tokenizer=args.tokenizer,
             revision=args.revision,
+            tokenizer_revision=args.tokenizer_revision,
             engine_args=placed_engine_args(args),
             tool_call_parser=args.tool_call_parser,
         )

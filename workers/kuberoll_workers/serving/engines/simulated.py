@@ -51,11 +51,13 @@ class Simulated:
         settings: SimulatedEngine,
         engine_args: Mapping[str, Any],
         revision: str | None = None,
+        tokenizer_revision: str | None = None,
     ) -> None:
         """`engine_args` are vLLM's; only `max_model_len` is used."""
         self._model = model
         self._tokenizer_source = tokenizer
         self._revision = revision
+        self._tokenizer_revision = tokenizer_revision or revision
         self._client: AsyncLLM | None = None
         self._settings = settings
         self._tokenizer: Tokenizer | None = None
@@ -80,11 +82,14 @@ class Simulated:
             settings=SimulatedEngine.model_validate(args.simulated or {}),
             engine_args=args.engine_args,
             revision=args.revision,
+            tokenizer_revision=args.tokenizer_revision,
         )
 
     async def start(self) -> None:
         if self._settings.responses:
-            self._tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, self._tokenizer_source)
+            self._tokenizer = await asyncio.to_thread(
+                HuggingFaceTokenizer.load, self._tokenizer_source, revision=self._tokenizer_revision
+            )
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         prompt = len(request.token_ids)

@@ -110,10 +110,18 @@ _ABORT_SECONDS = 10.0
 
 
 def engine_arguments(
-    given: Mapping[str, Any], *, model: str, tokenizer: str, revision: str | None, cpu: bool
+    given: Mapping[str, Any],
+    *,
+    model: str,
+    tokenizer: str,
+    revision: str | None,
+    cpu: bool,
+    tokenizer_revision: str | None = None,
 ) -> dict[str, Any]:
     """Merge the arguments for vLLM: the user's override those for CPUs, which override this engine's defaults."""
     arguments = {"model": model, "tokenizer": tokenizer, "revision": revision, **_ARGUMENTS}
+    if tokenizer_revision is not None:
+        arguments["tokenizer_revision"] = tokenizer_revision
     if cpu:
         arguments.update(_CPU_ARGUMENTS)
     elif (given.get(_TRANSFER_ARGUMENT) or {}).get("backend") == GLOO:
@@ -199,6 +207,7 @@ class VLLMEngine:
         revision: str | None,
         engine_args: Mapping[str, Any],
         tool_call_parser: str | None = None,
+        tokenizer_revision: str | None = None,
     ) -> None:
         """`tool_call_parser` names vLLM's parser of the calls in responses to requests with tools."""
         self._model = model
@@ -208,6 +217,7 @@ class VLLMEngine:
         self._parser: ToolParser | None = None
         self._texts: HuggingFaceTokenizer | None = None
         self._revision = revision
+        self._tokenizer_revision = tokenizer_revision
         self._engine: AsyncLLM | None = None
         # None: adapters are not enabled.
         self._adapted: AdaptedClient | None = None
@@ -256,11 +266,18 @@ class VLLMEngine:
             # Before the engine, so that a wrong name costs no start.
             from kuberoll_workers.serving.engines.tool_parser import ToolParser
 
-            tokenizer = await asyncio.to_thread(load_tokenizer, self._tokenizer, revision=self._revision)
+            tokenizer = await asyncio.to_thread(
+                load_tokenizer, self._tokenizer, revision=self._tokenizer_revision or self._revision
+            )
             self._parser = await asyncio.to_thread(ToolParser, self._parser_name, tokenizer)
             self._texts = HuggingFaceTokenizer(tokenizer)
         arguments = engine_arguments(
-            self._arguments, model=self._model, tokenizer=self._tokenizer, revision=self._revision, cpu=cpu
+            self._arguments,
+            model=self._model,
+            tokenizer=self._tokenizer,
+            revision=self._revision,
+            tokenizer_revision=self._tokenizer_revision,
+            cpu=cpu,
         )
         settings = AsyncEngineArgs(**arguments).create_engine_config()
         self._spans_machines = settings.parallel_config.distributed_executor_backend == "ray"
