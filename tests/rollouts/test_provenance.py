@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from datetime import UTC, datetime
 from typing import Any
@@ -10,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.data.chat_template import compiled, stopped_clock
+from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.prompts import Prompt, Sample, prompt_messages
 from kuberoll_workers.data.provenance import rendering_of
-from kuberoll_workers.data.record import Partial, TurnRecord, decode_line, encode_line
+from kuberoll_workers.data.record import Partial, TrajectoryRecord, TurnRecord, decode_line, encode_line
+from kuberoll_workers.data.sampling import distribution_of, resolved
 from kuberoll_workers.environments.outcome import StepOutcome
-from kuberoll_workers.policy.interface import GenerationResult
+from kuberoll_workers.policy.interface import GenerationResult, SamplingParameters
 from kuberoll_workers.rollouts.trajectory import Trajectory
 from tests.rollouts.fakes import settings
 
@@ -80,3 +83,43 @@ def test_stored_turns_follow_the_prompt_that_they_were_sampled_under(
         assert again.context == first.context
     else:
         assert again.context == again.sample.prompt.token_ids
+
+
+@given(
+    usual=st.sampled_from([{}, {"temperature": 0.7, "top_p": 0.9}]),
+    row=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0.0, 0.3, 0.7]),
+            "top_p": st.sampled_from([0.9, 1.0]),
+            "top_k": st.sampled_from([-1, 0, 5]),
+            "greedy": st.booleans(),
+            "max_tokens": st.integers(1, 9),
+            "stop": st.just(["x"]),
+        },
+    ),
+    count=st.integers(1, 3),
+)
+def test_a_record_says_of_each_response_how_it_was_sampled(
+    usual: dict[str, Any], row: dict[str, Any], count: int
+) -> None:
+    """Against the requests that were really made."""
+    job = SamplingParameters(max_tokens=9, **usual)
+    made = settings(sampling=job, usual=distribution_of(job), max_turns=count)
+    prompt = Prompt(
+        task_index=0, task_name="a", idx=None, messages=(Message("user", "x", array("i", [1])),),
+        token_ids=array("i", [1]), metadata=None, stop_strings=None, sampling=row,
+    )  # fmt: skip
+    trajectory = Trajectory(Sample(prompt=prompt, rollout_index=0, seed=1), made)
+    requested = []
+    for _ in range(count):
+        requested.append(distribution_of(trajectory.next_request(0).sampling))
+        take_turns(trajectory, 1)
+    record = decode_line(encode_line(trajectory.record()), TrajectoryRecord, where="")
+    assert record.sampling is None or any(found is not None for found in record.sampling)
+    assert resolved(record.sampling, count, made.usual) == requested
+    assert (record.sampling is None) == all(found == made.usual for found in requested)
+    # Those of another part of the run, which was forced, refer to the same manifest.
+    older = Trajectory(Sample(prompt=prompt, rollout_index=0, seed=1), dataclasses.replace(made, usual=None))
+    take_turns(older, count)
+    assert older.record().sampling == requested

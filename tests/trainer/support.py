@@ -13,6 +13,8 @@ from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST
 from kuberoll_workers.output.storage import DirectoryStorage
 from tests.output import support
 
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+
 
 def manifest(*, groups: int, repeats: int = 2, shards: int = 1, **identity: Any) -> dict[str, Any]:
     """A manifest of a run with one environment, `env`."""
@@ -32,6 +34,7 @@ def manifest(*, groups: int, repeats: int = 2, shards: int = 1, **identity: Any)
         },
         "inputs": {"rows": groups, "trajectories": groups * repeats, "digest": "d"},
         "versions": {},
+        "sampling": PLAIN,
     }
 
 

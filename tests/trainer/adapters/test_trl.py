@@ -150,7 +150,7 @@ def test_a_checkpoint_without_a_state_is_not_resumed_silently(written: WrittenRu
     ("changes", "message"),
     [
         ({"num_generations": 2}, "have 4 trajectories .* num_generations is 2"),
-        ({"temperature": 0.7}, "spec.generation.sampling.temperature: 1, and TRL divides logits by temperature=0.7"),
+        ({"temperature": 0.7}, "task ., rollout . was sampled with temperature: 1, and the trainer.s is 0.7"),
     ],
 )
 def test_settings_that_disagree_are_named(

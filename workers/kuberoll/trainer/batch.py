@@ -15,6 +15,7 @@ from kuberoll.trainer.groups import Group
 from kuberoll_workers.analysis.paths import paths
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.sampling import Distribution, resolved
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,8 @@ class Batch:
         group: Place of its group in `groups`, [rows].
         reward: Reward of its trajectory, [rows].
         advantages: Advantage of its trajectory, [rows]; None if they are not computed.
+        sampling: The distributions that each row's sampled tokens are from, each once: settings by name, as
+            `temperature`, `top_p` and `top_k`; None is one that is unknown. Of `rows` length.
         groups: The groups, whose trajectories have everything that is stored.
     """
 
@@ -73,6 +76,7 @@ class Batch:
     reward: Floats
     advantages: Floats | None
     groups: tuple[Group, ...]
+    sampling: tuple[tuple[Distribution | None, ...], ...] = ()
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -92,7 +96,7 @@ class Batch:
             raise ValueError(f"max_tokens: found {max_tokens}, expected a number of tokens from 1")
         long = np.flatnonzero(self.lengths > max_tokens)
         if len(long):
-            named = "; ".join(f"{self._name(row)} has {self.lengths[row]}" for row in long[:5])
+            named = "; ".join(f"{self.name(row)} has {self.lengths[row]}" for row in long[:5])
             more = f" and {len(long) - 5} others" if len(long) > 5 else ""
             raise RowTooLong(
                 f"rows of more than max_tokens={max_tokens} tokens: {named}{more}; raise max_tokens, or shorten "
@@ -133,9 +137,10 @@ class Batch:
         made: dict[str, Any] = {"advantages": None}
         for name, value in self._arrays():
             made[name] = np.ascontiguousarray(value[rows, :length] if value.ndim == 2 else value[rows])
-        return Batch(**made, groups=self.groups)
+        return Batch(**made, groups=self.groups, sampling=tuple(self.sampling[row] for row in rows))
 
-    def _name(self, row: int) -> str:
+    def name(self, row: int) -> str:
+        """A row's trajectory and path, for errors."""
         path = f", path {self.path[row]}" if self.path[row] else ""
         return f"task {self.task_index[row]}, rollout {self.rollout_index[row]}{path}"
 
@@ -182,18 +187,26 @@ class _Row:
     advantage: float
     messages: list[Message]
     length: int
+    sampling: tuple[Distribution | None, ...]
 
 
-def make_batch(groups: Sequence[Group], *, advantages: AdvantageFunction | None, pad_id: int) -> Batch:
+def make_batch(
+    groups: Sequence[Group],
+    *,
+    advantages: AdvantageFunction | None,
+    pad_id: int,
+    sampling: Distribution | None = None,
+) -> Batch:
     """The batch of some groups.
 
     Args:
         advantages: Function of the rewards of a group's trajectories; None: none are computed.
+        sampling: The distribution of responses that say none, of the run's manifest; None: unknown.
 
     Raises:
         ValueError: The function returned something else than a finite number for each reward.
     """
-    rows = [row for place, group in enumerate(groups) for row in _rows_of(group, place, advantages)]
+    rows = [row for place, group in enumerate(groups) for row in _rows_of(group, place, advantages, sampling)]
     shape = len(rows), max((row.length for row in rows), default=0)
     ids: Integers = np.full(shape, pad_id, np.int64)
     loss: Booleans = np.zeros(shape, np.bool_)
@@ -226,10 +239,13 @@ def make_batch(groups: Sequence[Group], *, advantages: AdvantageFunction | None,
         reward=np.array([row.record.total_reward for row in rows], np.float32),
         advantages=None if advantages is None else np.array([row.advantage for row in rows], np.float32),
         groups=tuple(groups),
+        sampling=tuple(row.sampling for row in rows),
     )
 
 
-def _rows_of(group: Group, place: int, advantages: AdvantageFunction | None) -> Iterator[_Row]:
+def _rows_of(
+    group: Group, place: int, advantages: AdvantageFunction | None, sampling: Distribution | None
+) -> Iterator[_Row]:
     rewards = np.array([record.total_reward for record in group.trajectories], np.float64)
     found = np.zeros_like(rewards) if advantages is None else np.asarray(advantages(rewards.copy()), np.float64)
     if found.shape != rewards.shape or not np.isfinite(found).all():
@@ -247,7 +263,19 @@ def _rows_of(group: Group, place: int, advantages: AdvantageFunction | None) -> 
                 advantage=float(advantage),
                 messages=messages,
                 length=sum(len(message.token_ids) for message in messages),
+                sampling=_distributions(path, sampling),
             )
+
+
+def _distributions(path: TrajectoryRecord, usual: Distribution | None) -> tuple[Distribution | None, ...]:
+    """The distributions of a path's responses, each once."""
+    if path.sampling is None:
+        return (usual,) if any(message.sampled for message in path.messages) else ()
+    found: list[Distribution | None] = []
+    for distribution in resolved(path.sampling, len(path.sampling), usual):
+        if distribution not in found:
+            found.append(distribution)
+    return tuple(found)
 
 
 def _until_last_response(messages: list[Message]) -> list[Message]:

@@ -488,7 +488,7 @@ class Rollouts:
             if len(ready) == groups or (ready and over):
                 if self._inexact == "error":
                     require_exact(ready)
-                yield make_batch(ready, advantages=advantages, pad_id=self._pad_id)
+                yield make_batch(ready, advantages=advantages, pad_id=self._pad_id, sampling=self.manifest.sampling)
                 if not wait and len(ready) < groups and all(group.key in tracker.closed for group in ready):
                     # What was there has been taken; what has come since is for the next call.
                     return

@@ -45,6 +45,7 @@ def _branch_path(own: TrajectoryRecord, branch: Branch) -> TrajectoryRecord:
         reward_parts={name: [*zeros, *parts[-1:]] for name, parts in own.reward_parts.items()},
         stop_reason="truncated" if messages[branch.learn[-1]].truncated else own.stop_reason,
         turn_count=count,
+        sampling=None if branch.sampling is None else branch.sampling[shared:],
         tokens=_counts(messages),
         timing=replace(
             branch.timing,

@@ -136,7 +136,11 @@ def rescored_manifest(source: RunFiles, job: RolloutJob, *, inputs: Mapping[str,
         kept = {key: value for key, value in old.identity.items() if not key.startswith(_ENVIRONMENTS)}
         scoring = {key: value for key, value in new.identity.items() if key.startswith(_ENVIRONMENTS)}
         new.identity, new.inputs = dict(sorted({**kept, **scoring}.items())), old.inputs
+        # Its prompts and responses are those of the source.
+        new.sources, new.sampling = old.sources, old.sampling
         origin |= {"job": old.job, "created": old.created, "versions": old.versions}
+    else:
+        new.sampling = None
     fields = {field.name: getattr(new, field.name) for field in dataclasses.fields(new)}
     return RescoredManifest(**fields, rescored_from=origin)
 

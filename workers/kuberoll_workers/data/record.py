@@ -75,11 +75,13 @@ class Branch:
         messages: From its root, as a trajectory's.
         learn: Numbers of the responses in `messages` that no earlier path of the trajectory has.
         timing: Of its turns; those that another path has, too, are in both.
+        sampling: As in `TrajectoryRecord`, of the responses in `messages`.
     """
 
     messages: list[Message]
     learn: list[int]
     timing: Timing
+    sampling: list[dict[str, Any] | None] | None = None
 
 
 @dataclass(slots=True)
@@ -93,7 +95,9 @@ class TrajectoryRecord:
     there are none. Of an agent's trajectory, `branches` are the paths beside this one, which has the first response,
     and `continuity` counts all its calls by how they continued others; other lines omit both. `group_order` numbers its
     prompt group among those of its shard, in the order in which they begin, in runs that a trainer holds back
-    (`rollout.onPolicy`); in other runs it is None, and lines omit it.
+    (`rollout.onPolicy`); in other runs it is None, and lines omit it. `sampling` has for each response of `messages`
+    the distribution that it was sampled from (`data.sampling`), None for one from the run's, which its manifest has;
+    None, and omitted in lines, if all are from the run's.
     """
 
     task_index: int
@@ -118,6 +122,7 @@ class TrajectoryRecord:
     branches: list[Branch] | None = None
     continuity: dict[str, int] | None = None
     group_order: int | None = None
+    sampling: list[dict[str, Any] | None] | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -286,6 +291,7 @@ def _arrays(value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be stored in a trajectory")
 
 
+_NO_SAMPLING = b',"sampling":null}\n'
 _NO_ORDER = b',"group_order":null}\n'
 _NO_AGENT = b',"branches":null,"continuity":null}\n'
 _NO_TOOLS = b',"tools":null}\n'
@@ -307,6 +313,10 @@ def encode_line(record: AnyRecord) -> bytes:
     # orjson writes every field; these are the last, and their usual values are omitted.
     if isinstance(record, TurnRecord):
         return _without_defaults(record, line)
+    if isinstance(record, TrajectoryRecord):
+        if record.sampling is not None:
+            return line
+        line = line.removesuffix(_NO_SAMPLING) + b"}\n"
     if record.group_order is None:
         line = line.removesuffix(_NO_ORDER) + b"}\n"
         return _without_defaults(record, line) if isinstance(record, TrajectoryRecord) else line
@@ -458,8 +468,20 @@ _SAMPLED = b'"sampled":'
 
 def _check_authors(record: AnyRecord, *, written: bool) -> None:
     check_authorship(record.messages, written=written)
+    if isinstance(record, TrajectoryRecord):
+        _check_sampling(record.messages, record.sampling)
     for number, branch in enumerate((isinstance(record, TrajectoryRecord) and record.branches) or ()):
         check_authorship(branch.messages, f"branches[{number}].", written=written)
+        _check_sampling(branch.messages, branch.sampling, f"branches[{number}].")
+
+
+def _check_sampling(messages: Sequence[Message], sampling: Sequence[Any] | None, path: str = "") -> None:
+    if sampling is None:
+        return
+    if len(sampling) != (responses := sum(message.sampled for message in messages)):
+        raise ValueError(f"{path}sampling has {len(sampling)} entries for {responses} responses")
+    if not all(found is None or {"temperature", "top_p", "top_k"} <= found.keys() for found in sampling):
+        raise ValueError(f"{path}sampling: each must have temperature, top_p and top_k")
 
 
 _FIELDS = b'"fields":'

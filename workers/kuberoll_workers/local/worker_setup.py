@@ -94,6 +94,7 @@ class WorkerSetup:
             tokenizer_revision=self.preflight.source.tokenizer_revision,
             clock=self.manifest.created,
             sources=self.manifest.sources,
+            sampling=self.manifest.sampling,
             endpoint=endpoint.url,
             max_model_len=endpoint.max_model_len,
             output=self._output_location(),

@@ -33,6 +33,8 @@ class RunManifest:
         created: ISO time of its beginning, UTC, at which the clock of its chat template stands.
         sources: What shapes tokens beside `identity`: the commit or a digest of the model, digests of the tokenizer and
             of its chat template (`data.provenance`); those that are known.
+        sampling: The distribution of all responses that do not say another (`data.sampling`), that of the run's first
+            part; None: unknown, as in manifests of older versions.
         code: Digests of the environments' source code, by name, for those whose source is found.
         forced: Differences between parts of the run that the user forced.
     """
@@ -46,6 +48,7 @@ class RunManifest:
     versions: dict[str, str]
     code: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    sampling: dict[str, Any] | None = None
     forced: list[str] = field(default_factory=list)
 
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 _ROWS = 512
 _GROUP_TOKENS = 1 << 20
-_NAMED = {"idx", "metadata", "tools", "branches", "continuity"}
+_NAMED = {"idx", "metadata", "tools", "branches", "continuity", "sampling"}
 """Columns with arbitrary JSON values, stored as JSON text."""
-_NULLABLE = {"seed", "answer", "group_reward", "tools", "branches", "continuity", "group_order"}
+_NULLABLE = {"seed", "answer", "group_reward", "tools", "branches", "continuity", "group_order", "sampling"}
 _TIMES = ("generation_seconds", "environment_seconds", "ended_at")
 
 
@@ -44,8 +44,8 @@ _TIMES = ("generation_seconds", "environment_seconds", "ended_at")
 def schema() -> pyarrow.Schema:
     """Columns of a file; `reward_parts` is a list of names and values by turn.
 
-    `idx`, `metadata`, `tools`, `branches`, `continuity` and a message's `fields` are JSON texts, all but the first two
-    null where there are none.
+    `idx`, `metadata`, `tools`, `branches`, `continuity`, `sampling` and a message's `fields` are JSON texts, all but
+    the first two null where there are none.
     """
     import pyarrow as pa
 
@@ -91,6 +91,7 @@ def schema() -> pyarrow.Schema:
             ("branches", pa.string()),
             ("continuity", pa.string()),
             ("group_order", pa.int64()),
+            ("sampling", pa.string()),
         ]
     )
 
@@ -100,11 +101,12 @@ def _known_schemas() -> list[pyarrow.Schema]:
     """The schema, and those of earlier versions, for whose missing columns the record has defaults."""
     import pyarrow as pa
 
+    without_sampling = schema().remove(len(schema()) - 1)
     place = schema().get_field_index("messages")
     parts = list(schema().field(place).type.value_type)
-    without_authors = schema().set(place, pa.field("messages", pa.list_(pa.struct(parts[:-1]))))
+    without_authors = without_sampling.set(place, pa.field("messages", pa.list_(pa.struct(parts[:-1]))))
     plain = pa.list_(pa.struct(parts[:-2]))
-    without_order = without_authors.remove(len(schema()) - 1)
+    without_order = without_authors.remove(len(without_authors) - 1)
     without_agents = without_order.remove(len(without_order) - 1).remove(len(without_order) - 2)
     without_tools = without_agents.remove(len(without_agents) - 1).set(place, pa.field("messages", plain))
     place = schema().get_field_index("timing")
@@ -113,6 +115,7 @@ def _known_schemas() -> list[pyarrow.Schema]:
     without_ends = without_groups.set(place, pa.field("timing", times))
     return [
         schema(),
+        without_sampling,
         without_authors,
         without_order,
         without_agents,
@@ -246,6 +249,7 @@ def _row(record: TrajectoryRecord) -> dict[str, Any]:
         "tools": None if record.tools is None else orjson.dumps(record.tools).decode(),
         "branches": None if record.branches is None else encode_branches(record.branches).decode(),
         "continuity": None if record.continuity is None else orjson.dumps(record.continuity).decode(),
+        "sampling": None if record.sampling is None else orjson.dumps(record.sampling).decode(),
         "messages": [_message_row(message) for message in record.messages],
         "tokens": {name: getattr(record.tokens, name) for name in ("prompt", "generated", "environment")},
         "timing": {name: getattr(record.timing, name) for name in _TIMES},
@@ -284,6 +288,7 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
             "tools": None if row.get("tools") is None else orjson.loads(row["tools"]),
             "branches": None if row.get("branches") is None else decode_branches(row["branches"]),
             "continuity": None if row.get("continuity") is None else orjson.loads(row["continuity"]),
+            "sampling": None if row.get("sampling") is None else orjson.loads(row["sampling"]),
             "messages": messages,
             "tokens": TokenCounts(**row["tokens"]),
             "timing": Timing(**row["timing"]),

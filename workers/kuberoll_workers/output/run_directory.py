@@ -12,10 +12,12 @@ import orjson
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.provenance import TOKENIZER, commit_of
+from kuberoll_workers.data.sampling import distribution_of
 from kuberoll_workers.environments.source_digest import source_digest
 from kuberoll_workers.output.identity import identity_of, settled
 from kuberoll_workers.output.manifest import AGGREGATES, FORMAT, MANIFEST, MODEL, RunManifest, RunRefused, read_manifest
 from kuberoll_workers.output.storage import Storage, StorageError
+from kuberoll_workers.rollouts.settings import job_sampling
 
 __all__ = [
     "AGGREGATES",
@@ -60,6 +62,7 @@ def new_manifest(
         inputs=dict(inputs),
         versions={name: version for name in _PACKAGES if (version := _version(name)) is not None},
         sources=dict(sources or {}),
+        sampling=distribution_of(job_sampling(job.spec.generation.sampling)),
         code={name: digest for name, digest in digests.items() if digest is not None},
     )
 
@@ -163,6 +166,7 @@ class RunDirectory:
         if old is None:
             adopted = bool(self.storage.shards())
             if adopted:
+                manifest.sampling = None
                 manifest.forced = [f"{MANIFEST} was missing: what was stored before may be of other settings"]
             self._write(manifest)
             return adopted
@@ -182,7 +186,8 @@ class RunDirectory:
                 "Undo the change to resume, choose another --output"
                 + ("" if old.shards != manifest.shards else ", or mix them anyway with --force")
             )
-        manifest.created = old.created
+        # What is stored refers to both.
+        manifest.created, manifest.sampling = old.created, old.sampling
         manifest.forced = [*old.forced, *changed]
         self._write(manifest)
         return True

@@ -359,6 +359,7 @@ class ShardPod:
             tokenizer_revision=self._tokenizer_revision,
             clock=None if self._manifest is None else self._manifest.created,
             sources={} if self._manifest is None else self._manifest.sources,
+            sampling=None if self._manifest is None else self._manifest.sampling,
             endpoint=config.endpoint,
             max_model_len=max_model_len,
             output=config.output,

@@ -56,6 +56,7 @@ class SessionMessage(msgspec.Struct, kw_only=True, frozen=True):
         learn: False for what was only read, and for a response that an earlier path has, too.
         tool_calls: Calls of tools; with an id where the agent went on from them.
         text: What the response says beside its calls; None: it calls nothing.
+        sampling: The distribution that it was sampled from (`data.sampling`); None: it was read, or it is unknown.
         chat: The chat messages that a context was made of; None: unknown.
     """
 
@@ -68,6 +69,7 @@ class SessionMessage(msgspec.Struct, kw_only=True, frozen=True):
     tool_calls: list[dict[str, Any]] | None = None
     text: str | None = None
     finish_reason: str | None = None
+    sampling: dict[str, Any] | None = None
     chat: list[dict[str, Any]] | None = None
 
 

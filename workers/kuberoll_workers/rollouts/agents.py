@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, message_of, token_array
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import Branch, StopReason, Timing
+from kuberoll_workers.data.sampling import Distribution, listed
 from kuberoll_workers.data.tool_calls import call_id
 from kuberoll_workers.environments.agents.request import AgentRequest
 from kuberoll_workers.environments.outcome import StepOutcome
@@ -179,7 +180,8 @@ def agent_trajectory(
             trajectory.add_step(end, token_array(), waited + after, ended_at=round(ended + after, 3))
             trajectory.stop_reason = _stop_reason(closed)
         began = ended
-    trajectory.branches = [_branch(path, decode) for path in others] or None
+    trajectory.branches = [_branch(path, decode, settings.usual) for path in others] or None
+    trajectory.distributions = [turn.response.sampling for turn in turns]
     trajectory.continuity = dict(closed.continuity)
     return trajectory
 
@@ -240,7 +242,7 @@ def _fields(response: SessionMessage, turn: int) -> dict[str, Any]:
     return {"tool_calls": calls} if response.text is None else {"tool_calls": calls, "text": response.text}
 
 
-def _branch(path: SessionPath, decode: Callable[[Sequence[int]], str]) -> Branch:
+def _branch(path: SessionPath, decode: Callable[[Sequence[int]], str], usual: Distribution | None) -> Branch:
     messages: list[Message] = []
     learn = []
     for number, turn in enumerate(_turns(path), start=1):
@@ -257,6 +259,7 @@ def _branch(path: SessionPath, decode: Callable[[Sequence[int]], str]) -> Branch
         messages.append(message)
     timing = path.timing
     return Branch(
+        sampling=listed([turn.response.sampling for turn in _turns(path)], usual),
         messages=messages,
         learn=learn,
         timing=Timing(

@@ -13,6 +13,7 @@ import orjson
 from kuberoll_workers.data.call_prefixes import CallPrefixes, paths
 from kuberoll_workers.data.gym_requests import PARAMS, ROLLOUT, STATE, TASK, request_params
 from kuberoll_workers.data.prompts import Sample
+from kuberoll_workers.data.sampling import distribution_of
 from kuberoll_workers.environments.interface import ChatMessage
 from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.policy.agent_sessions import ClosedSession, SessionMessage, SessionPath, SessionTiming
@@ -143,11 +144,26 @@ def gym_trajectory(
     cut = is_cut(result)
     tools = None if sample.prompt.tools is None else [dict(tool) for tool in sample.prompt.tools]
     learned: set[int] = set()
+    # What its calls were asked for; agents say nothing of what else they may have set.
+    sampling = distribution_of(sampling_of(settings.sampling, sample.prompt.sampling))
     closed = ClosedSession(
         opened_at=began,
         calls=len(calls),
         trajectories=[
-            _path(chain, calls, items, parents, begins, reads, learned, tools, cut=cut, ended=ended, decode=decode)
+            _path(
+                chain,
+                calls,
+                items,
+                parents,
+                begins,
+                reads,
+                learned,
+                tools,
+                cut=cut,
+                ended=ended,
+                decode=decode,
+                sampling=sampling,
+            )
             for chain in chains
         ],
         continuity=continuity,
@@ -232,6 +248,7 @@ def _path(
     cut: bool,
     ended: float,
     decode: Decoder,
+    sampling: dict[str, Any],
 ) -> SessionPath:
     messages = []
     for number in chain:
@@ -254,6 +271,7 @@ def _path(
                 tool_calls=called or None,
                 text=_text_beside(said) if called else None,
                 finish_reason="length" if length else "stop",
+                sampling=sampling,
             )
         )
         learned.add(number)

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from kuberoll_api.model.generation import Sampling
+from kuberoll_workers.data.sampling import Distribution
 from kuberoll_workers.policy.interface import SamplingParameters, StructuredOutputs
 
 Scheduling = Literal["Concurrent", "Lockstep"]
@@ -36,6 +38,7 @@ class RolloutSettings:
         trajectory_seconds: Time limit of one trajectory; None: no limit.
         rendering: Key of what shapes tokens beside the row, of `provenance.rendering_of`: a trajectory that was
             interrupted under another one starts over.
+        usual: The distribution that the run's manifest has for responses that say none; None: each says its own.
         engine_parses_calls: The engine parses calls of tools, by the parser of its model.
         foreign_policy: The policy has another interface behind it, which does not receive `max_tokens` and may return
             no log-probabilities, so neither is checked. A response that exceeds the window is kept whole and ends
@@ -54,11 +57,21 @@ class RolloutSettings:
     foreign_policy: bool = False
     engine_parses_calls: bool = False
     rendering: bytes = b""
+    usual: Distribution | None = None
 
     @property
     def outage_seconds(self) -> float:
         """Longest outage of the policy that a request waits out: the time limits of all its attempts."""
         return self.retries.generation_attempts * self.generation_seconds
+
+
+def job_sampling(sampling: Sampling) -> SamplingParameters:
+    """A job's sampling, for rows that set none."""
+    # Each sample has its own seed.
+    given = sampling.model_dump(by_alias=False, exclude={"seed", "override", "structured_outputs"})
+    if sampling.structured_outputs is not None:
+        given["structured_outputs"] = sampling.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    return sampling_of(SamplingParameters(max_tokens=sampling.max_tokens), given)
 
 
 def sampling_of(defaults: SamplingParameters, overrides: Mapping[str, Any]) -> SamplingParameters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -34,6 +34,7 @@ from kuberoll_workers.data.record import (
     TrajectoryRecord,
     TurnRecord,
 )
+from kuberoll_workers.data.sampling import Distribution, distribution_of, listed
 from kuberoll_workers.environments.interface import ChatMessage, GroupScore, Metadata
 from kuberoll_workers.environments.outcome import StepOutcome, check_reward
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
@@ -70,6 +71,7 @@ class Trajectory:
         chat: The messages as environments see them, one for each of `messages`: role, content and further fields.
         group_score: Its score within its prompt group; None: it has none.
         branches, continuity: As in `TrajectoryRecord`.
+        distributions: Of each response, if it is an agent's; None: all are of the sample's.
         stop_reason: Why it ended; None while it runs.
     """
 
@@ -84,6 +86,7 @@ class Trajectory:
         "chat",
         "context",
         "continuity",
+        "distributions",
         "ended_at",
         "environment_seconds",
         "environment_tokens",
@@ -125,6 +128,7 @@ class Trajectory:
         self.group_score: GroupScore | None = None
         self.branches: list[Branch] | None = None
         self.continuity: dict[str, int] | None = None
+        self.distributions: Sequence[Distribution | None] | None = None
         self._response_truncated = False
         # One entry per turn.
         self._reencoded: list[bool] = []
@@ -428,7 +432,14 @@ class Trajectory:
             branches=self.branches,
             continuity=self.continuity,
             group_order=self.sample.group_order,
+            sampling=self._stored_sampling(),
         )
+
+    def _stored_sampling(self) -> list[dict[str, Any] | None] | None:
+        usual = self._settings.usual
+        if self.distributions is not None:
+            return listed(self.distributions, usual)
+        return listed([distribution_of(self._sampling)] * self.turn, usual)
 
     def dropped_record(self, reason: DropReason) -> DroppedRecord:
         """The record of a dropped trajectory: its complete turns."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import msgspec
-from pydantic import TypeAdapter
+from pydantic import JsonValue, TypeAdapter
 
 from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.rolloutjob import RolloutJob
@@ -42,6 +42,7 @@ class WorkerConfig:
         tokenizer_revision: Of the tokenizer at the hub; None: its default branch.
         clock: ISO time that the chat template reads instead of the present one, the same in all parts of a run; None:
             the present one.
+        sampling: The distribution in the run's manifest; None: it has none.
         sources: What shapes tokens beside the job's settings, as in the run's manifest.
         endpoint: Base URL of the policy; None: see `simulated`.
         max_model_len: The engine's window, tokens.
@@ -72,6 +73,7 @@ class WorkerConfig:
     tokenizer_revision: str | None = None
     clock: str | None = None
     sources: dict[str, str] = field(default_factory=dict)
+    sampling: dict[str, JsonValue] | None = None
     tasks: int | None = None
     rollouts: int | None = None
     blocks: list[str] | None = None

@@ -182,7 +182,10 @@ async def run_worker(
             policy = await stack.enter_async_context(open_policy(config, metrics, tokenizer))
             serve = serve_version(policy)
         settings = rollout_settings(
-            job, config.max_model_len, rendering=rendering_of(config.sources, clock=config.clock)
+            job,
+            config.max_model_len,
+            rendering=rendering_of(config.sources, clock=config.clock),
+            usual=config.sampling,
         )
         rollout = Rollout(
             policy=policy,

@@ -10,38 +10,35 @@ from kuberoll_workers.data.observations import (
     ObservationTemplate,
     RawObservations,
 )
+from kuberoll_workers.data.sampling import Distribution
 from kuberoll_workers.data.shards import share
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.dataset.inputs import repeats_of
 from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.run_state import RunState
-from kuberoll_workers.policy.interface import SamplingParameters
 from kuberoll_workers.rollouts.groups import GroupPolicy, rewards_differ
 from kuberoll_workers.rollouts.pace import Pace
-from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
+from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, job_sampling
 from kuberoll_workers.worker.config import WorkerConfig
 
 
-def rollout_settings(job: RolloutJob, max_model_len: int, *, rendering: bytes = b"") -> RolloutSettings:
+def rollout_settings(
+    job: RolloutJob, max_model_len: int, *, rendering: bytes = b"", usual: Distribution | None = None
+) -> RolloutSettings:
     """The loop's settings for a job.
 
     Args:
         max_model_len: The engine's window, which limits `maxSequenceLength`.
-        rendering: As in `RolloutSettings`.
+        rendering, usual: As in `RolloutSettings`.
     """
     rollout, generation = job.spec.rollout, job.spec.generation
-    sampling = generation.sampling
-    # Each sample has its own seed.
-    given = sampling.model_dump(by_alias=False, exclude={"seed", "override", "structured_outputs"})
-    if sampling.structured_outputs is not None:
-        given["structured_outputs"] = sampling.structured_outputs.model_dump(by_alias=True, exclude_none=True)
     return RolloutSettings(
         max_turns=rollout.max_turns,
         max_sequence_length=min(rollout.max_sequence_length or max_model_len, max_model_len),
         concurrency=rollout.concurrency,
         scheduling=rollout.scheduling,
-        sampling=sampling_of(SamplingParameters(max_tokens=sampling.max_tokens), given),
+        sampling=job_sampling(generation.sampling),
         retries=RetryPolicy(
             generation_attempts=rollout.retries.generation_attempts,
             environment_attempts=rollout.retries.environment_attempts,
@@ -52,6 +49,7 @@ def rollout_settings(job: RolloutJob, max_model_len: int, *, rendering: bytes = 
         turn_seconds=rollout.timeouts.turn_seconds,
         trajectory_seconds=rollout.timeouts.trajectory_seconds,
         rendering=rendering,
+        usual=usual,
         engine_parses_calls=generation.tool_call_parser is not None and generation.engine == "VLLM",
     )
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kuberoll.trainer.batch import NO_VERSION, Batch, is_number
+from kuberoll_workers.data.sampling import unlike
 
 Integers = npt.NDArray[np.int64]
 
@@ -65,6 +67,56 @@ def rows_of(batch: Batch) -> Iterator[Row]:
             logprobs=batch.logprobs[number, first:length],
             oldest_version=int(known.min()) if len(known) else NO_VERSION,
         )
+
+
+def require_sampling(batch: Batch, *, temperature: float) -> None:
+    """Check that the log-probabilities in a batch are of the distribution of which a trainer computes its own.
+
+    Args:
+        temperature: By which the trainer divides logits.
+
+    Raises:
+        BatchUnfit: Some are not; the message names the trajectory and the setting.
+    """
+    for row, distributions in enumerate(batch.sampling):
+        for distribution in distributions:
+            if (problem := next(unlike(distribution, temperature=temperature), None)) is not None:
+                raise BatchUnfit(
+                    f"{batch.name(row)} was sampled with {problem}: set both the same in spec.generation.sampling and "
+                    "in the trainer; where rows bring sampling of their own, override it with "
+                    "spec.generation.sampling.override: true"
+                )
+
+
+def require_sampled_logprobs(identity: Mapping[str, Any]) -> None:
+    """Check that a run stores log-probabilities of the distributions that it samples from.
+
+    Args:
+        identity: Of its manifest.
+
+    Raises:
+        BatchUnfit: Its engine is set to give others.
+    """
+    mode = identity.get("generation.engineArgs.logprobs_mode", "processed_logprobs")
+    if mode != "processed_logprobs":
+        raise BatchUnfit(
+            f"the run's spec.generation.engineArgs.logprobs_mode is {mode}, so its log-probabilities are not of the "
+            "distribution that its tokens were sampled from: remove it"
+        )
+
+
+def common_temperature(batch: Batch) -> float:
+    """The temperature of all sampled tokens of a batch, by which a trainer is to divide logits; 1 without any.
+
+    Raises:
+        BatchUnfit: There are several, or tokens of a distribution that a temperature does not describe.
+    """
+    found = [distribution for row in batch.sampling for distribution in row if distribution is not None]
+    temperature = float(found[0]["temperature"]) if found else 1.0
+    require_sampling(batch, temperature=temperature)
+    if temperature == 0:
+        raise BatchUnfit("the run is greedy (temperature 0): there is no distribution to learn from")
+    return temperature
 
 
 def require_one_path(batch: Batch, remedy: str) -> None:

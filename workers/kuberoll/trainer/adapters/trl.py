@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kuberoll.trainer.adapters.rows import BatchUnfit, Row, require_one_path, rows_of
+from kuberoll.trainer.adapters.rows import (
+    BatchUnfit,
+    Row,
+    require_one_path,
+    require_sampled_logprobs,
+    require_sampling,
+    rows_of,
+)
 from kuberoll.trainer.batch import Batch
 from kuberoll.trainer.rollouts import Rollouts
 
@@ -107,9 +114,11 @@ class RolloutFunction:
                 f"TRL asks for {rows} completions at once, which are not whole groups of num_generations={size}: make "
                 "per_device_train_batch_size times steps_per_generation times processes a multiple of it"
             )
-        require_same_sampling(self._rollouts.manifest.identity, trainer.args)
+        require_sampled_logprobs(self._rollouts.manifest.identity)
         self._publish_new_weights(trainer)
-        return trl_columns(self._next(groups), groups=groups, num_generations=size)
+        batch = self._next(groups)
+        require_sampling(batch, temperature=trainer.args.temperature)
+        return trl_columns(batch, groups=groups, num_generations=size)
 
     def _publish_new_weights(self, trainer: Any) -> None:
         step = trainer.state.global_step
@@ -132,20 +141,6 @@ class RolloutFunction:
                 "trainer asks for more: end training with max_steps, or give the run more rows or epochs"
             )
         return batch
-
-
-def require_same_sampling(identity: dict[str, Any], args: Any) -> None:
-    """Check that TRL computes log-probabilities of the distribution that the run samples from.
-
-    Raises:
-        BatchUnfit: The temperatures differ.
-    """
-    sampled = identity.get("generation.sampling.temperature")
-    if isinstance(sampled, int | float) and sampled != args.temperature:
-        raise BatchUnfit(
-            f"the run samples with spec.generation.sampling.temperature: {sampled:g}, and TRL divides logits by "
-            f"temperature={args.temperature:g}: set both the same"
-        )
 
 
 def trl_columns(batch: Batch, *, groups: int, num_generations: int) -> dict[str, Column]:

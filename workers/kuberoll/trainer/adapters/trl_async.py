@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kuberoll.trainer.adapters.rows import rows_of
+from kuberoll.trainer.adapters.rows import require_sampled_logprobs, require_sampling, rows_of
 from kuberoll.trainer.adapters.trl import RunEnded
 from kuberoll.trainer.advantages import AdvantageFunction, AdvantageName
 from kuberoll.trainer.batch import NO_VERSION, Batch
@@ -85,9 +85,11 @@ class RolloutWorker:
         *,
         advantages: AdvantageName | AdvantageFunction = "grpo",
         queue_size: int = 64,
+        temperature: float = 1.0,
     ) -> None:
         """
         Args:
+            temperature: That of the trainer's configuration; groups that were sampled otherwise are refused.
             advantages: As of `Rollouts.batches`. TRL's own worker divides by the standard deviation of the population,
                 `grpo` by that of the sample.
             queue_size: Maximum number of samples that wait for the trainer; further groups stay in the run.
@@ -97,6 +99,7 @@ class RolloutWorker:
         self.versions = VersionNumbers()
         self._rollouts = rollouts
         self._advantages = advantages
+        self._temperature = temperature
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -160,6 +163,8 @@ class RolloutWorker:
             self._failure = error
 
     def _deliver(self, batch: Batch) -> None:
+        require_sampled_logprobs(self._rollouts.manifest.identity)
+        require_sampling(batch, temperature=self._temperature)
         begun, waited = time.monotonic(), time.monotonic() - self._last_group
         for sample in samples_of(batch, group_id=self._groups, count_of=self.versions.count_of):
             while not self._stopping.is_set():

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from kuberoll.trainer.adapters.rows import BatchUnfit, Row, require_one_path, rows_of
+from kuberoll.trainer.adapters.rows import (
+    BatchUnfit,
+    Row,
+    common_temperature,
+    require_one_path,
+    require_sampling,
+    rows_of,
+)
 from kuberoll.trainer.batch import Batch
 from kuberoll_workers.data.record import TrajectoryRecord
 
@@ -45,9 +52,11 @@ def to_data_proto_tensors(
         float32, 0 where nothing was sampled; `rm_scores` [rows, response], float32, the trajectory's reward at the last
         token of its response. `non_tensors`, [rows]: `uid`, the same for a prompt group; `__num_turns__`, messages;
         `data_source`, the environment; `task_index`, `rollout_index`, `policy_version`, the oldest of a row's tokens.
+        `meta_info["temperature"]` is that of the batch, by which verl divides logits.
 
     Raises:
-        BatchUnfit: A row is longer than allowed, a trajectory has branches, or versions are not whole numbers.
+        BatchUnfit: Rows were sampled at several temperatures, or otherwise than by one, a row is
+            longer than allowed, a trajectory has branches, or versions are not whole numbers.
     """
     import torch
 
@@ -88,18 +97,26 @@ def to_data_proto_tensors(
             "rollout_index": batch.rollout_index.copy(),
             "policy_version": np.array([row.oldest_version for row in rows], np.int64),
         },
-        meta_info={"metrics": [_metrics(_record_of(batch, row)) for row in rows], "reward_extra_keys": []},
+        meta_info={
+            "temperature": common_temperature(batch),
+            "metrics": [_metrics(_record_of(batch, row)) for row in rows],
+            "reward_extra_keys": [],
+        },
     )
 
 
-def agent_loop_outputs(batch: Batch) -> list[dict[str, Any]]:
+def agent_loop_outputs(batch: Batch, *, temperature: float = 1.0) -> list[dict[str, Any]]:
     """The fields of verl's `AgentLoopOutput` of each row: `AgentLoopOutput(**fields)`.
 
     For agent loops of one's own, whose `run` returns a trajectory; verl pads it.
 
+    Args:
+        temperature: verl's `actor_rollout_ref.rollout.temperature`.
+
     Raises:
-        BatchUnfit: A trajectory has branches, or versions are not whole numbers.
+        BatchUnfit: A trajectory was sampled otherwise, a trajectory has branches, or versions are not whole numbers.
     """
+    require_sampling(batch, temperature=temperature)
     return [
         {
             "prompt_ids": row.prompt_ids.tolist(),

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
+from kuberoll_workers.data.sampling import distribution_of
 from kuberoll_workers.policy.interface import PolicyUnavailable
 from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Continuity, Generated
@@ -118,6 +119,7 @@ class ExactClient:
                             chat=exchange.chat,
                             tools=exchange.tools,
                             demand=exchange.demand,
+                            distribution=distribution_of(params),
                         )
                     )
             yield output

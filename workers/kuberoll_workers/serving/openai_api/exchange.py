@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from kuberoll_workers.data.sampling import Distribution
 from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.serving.openai_api.continuation import Continuity
 
@@ -35,6 +36,7 @@ class Sampled:
         chat: Messages of the request; None: it has none.
         tools: Functions that the request declares.
         demand: The one that must be called; empty: any; None: none.
+        distribution: That it was sampled from (`data.sampling`).
     """
 
     prompt: array[int]
@@ -48,6 +50,7 @@ class Sampled:
     chat: Sequence[ChatMessage] | None = None
     tools: Sequence[Tool] = ()
     demand: str | None = None
+    distribution: Distribution | None = None
 
 
 class RecordedSession(Protocol):

@@ -73,6 +73,7 @@ def _message(
         "policy_versions": [list(span) for span in call.sampled.versions],
         "learn": segment.learn,
         "finish_reason": call.sampled.finish_reason,
+        "sampling": call.sampled.distribution,
         **({"tool_calls": _with_ids(calls, repeated), "text": said} if calls else {}),
     }
 
