@@ -46,6 +46,17 @@ def parse_path(text: str) -> tuple[Path, str]:
     return tuple(path), dotted[position:]
 
 
+MOST_SHOWN = 200
+"""Maximum number of characters of a path, or of an option, in a message."""
+
+
+def shown(text: str) -> str:
+    """A text for a message: its beginning and its end, if it is long."""
+    if len(text) <= MOST_SHOWN:
+        return text
+    return f"{text[: MOST_SHOWN // 2]}...{text[3 - MOST_SHOWN // 2 :]}"
+
+
 def quoted(text: str) -> str:
     """A text in double quotes, with unprintable characters escaped."""
     return json.dumps(text, ensure_ascii=not text.isprintable())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_api.manifest.documents import parse_documents
-from kuberoll_api.manifest.loading import load_job
+from kuberoll_api.manifest.loading import ManifestError, load_job
 from kuberoll_api.manifest.overrides import OverrideError, apply_overrides, parse_override
 from kuberoll_api.paths import Path, format_path, parse_path
 from tests.api.support import VALID, edited, mistakes_of, only_mistake
@@ -169,3 +169,23 @@ def test_an_override_mends_the_file() -> None:
     assert only_mistake(broken).line == 33
     assert mistakes_of(broken, ["spec.rollout.maxTurns=3"]) == []
     assert mistakes_of(broken, ["spec.rollout={}"]) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "spec.generation.model.source=" + "x" * 5000 + "}{",
+        "spec." + "a" * 5000 + "=1",
+        "spec.environments[0].config=" + "{a: " * 800,
+        "spec.rollout.maxTurns=" + "z" * 5000,
+        "spec.rollout.maxTurns" + "z" * 5000,
+        "spec.rollout.maxTurns=" + "[" * 90 + "2026-01-01" + "]" * 90,
+        "spec.workers.env" + ".b" * 3000 + "=2026-01-01",
+    ],
+)
+def test_a_mistake_is_told_in_a_few_lines_however_long_the_option_is(text: str, tmp_path: FilePath) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(VALID)
+    with pytest.raises((ManifestError, OverrideError)) as caught:
+        load_job(file, [text])
+    assert len(str(caught.value)) < 1200

@@ -12,7 +12,7 @@ from kuberoll_api.manifest.documents import Document, DocumentError, read_docume
 from kuberoll_api.manifest.mistakes import explain
 from kuberoll_api.manifest.overrides import OverrideError, apply_overrides
 from kuberoll_api.model.rolloutjob import API_VERSION, GROUP, KIND, RolloutJob
-from kuberoll_api.paths import Path, format_path
+from kuberoll_api.paths import Path, format_path, shown
 
 __all__ = [
     "MOST_SHOWN",
@@ -49,7 +49,7 @@ class Mistake:
 
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"
-        return ": ".join(filter(None, (self.override or place, self.field, self.message)))
+        return ": ".join(filter(None, (self.override or place, shown(self.field), self.message)))
 
 
 class ManifestError(ValueError):

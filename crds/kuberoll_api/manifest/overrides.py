@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from kuberoll_api.manifest.documents import Document, DocumentError, parse_documents
-from kuberoll_api.paths import Path, format_path, parse_path
+from kuberoll_api.paths import Path, format_path, parse_path, shown
 
 
 class OverrideError(ValueError):
     """An override that cannot be applied.
 
     Attributes:
-        override: Text of the option, including `--set`.
+        override: Text of the option, including `--set`, as far as it is shown.
     """
 
     def __init__(self, override: str, message: str) -> None:
@@ -33,16 +33,18 @@ def parse_override(text: str) -> tuple[Path, Any]:
     """
     path, rest = parse_path(text)
     if not path or not rest.startswith("="):
-        raise OverrideError(f"--set {text}", "write path=value, for example --set spec.rollout.maxTurns=5")
+        raise OverrideError(f"--set {shown(text)}", "write path=value, for example --set spec.rollout.maxTurns=5")
     try:
         documents = parse_documents(rest[1:])
     except DocumentError as error:
-        raise OverrideError(f"--set {text}", f"the value is not YAML: {error}") from error
+        raise OverrideError(f"--set {shown(text)}", f"the value is not YAML: {error}") from error
     if len(documents) > 1:
-        raise OverrideError(f"--set {text}", "there are several YAML documents; write one value")
+        raise OverrideError(f"--set {shown(text)}", "there are several YAML documents; write one value")
     for document in documents:
         for problem in document.problems:
-            raise OverrideError(f"--set {text}", ": ".join(filter(None, (format_path(problem.path), problem.message))))
+            raise OverrideError(
+                f"--set {shown(text)}", ": ".join(filter(None, (shown(format_path(problem.path)), problem.message)))
+            )
         return path, document.value
     return path, None
 
@@ -58,9 +60,9 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
         path, value = parse_override(text)
         document = replace(
             document,
-            value=_set(document.value, path, value, 0, f"--set {text}"),
+            value=_set(document.value, path, value, 0, f"--set {shown(text)}"),
             problems=tuple(problem for problem in document.problems if problem.path[: len(path)] != path),
-            overrides=(*document.overrides, (_made(document.value, path), f"--set {text}")),
+            overrides=(*document.overrides, (_made(document.value, path), f"--set {shown(text)}")),
         )
     return document
 
@@ -82,7 +84,7 @@ def _set(node: Any, path: Path, value: Any, depth: int, override: str) -> Any:
     """
     if depth == len(path):
         return value
-    part, above = path[depth], format_path(path[:depth]) or "the manifest"
+    part, above = path[depth], shown(format_path(path[:depth])) or "the manifest"
     if isinstance(part, int):
         if not isinstance(node, list):
             raise OverrideError(override, f"{above} is not a list")
@@ -91,7 +93,7 @@ def _set(node: Any, path: Path, value: Any, depth: int, override: str) -> Any:
         return [*node[:part], _set(node[part], path, value, depth + 1, override), *node[part + 1 :]]
     if node is not None and not isinstance(node, dict):
         hint = "; choose an item, the first is [0]" if isinstance(node, list) else ""
-        raise OverrideError(override, f"{above} is not a mapping, so it has no field {part}{hint}")
+        raise OverrideError(override, f"{above} is not a mapping, so it has no field {shown(str(part))}{hint}")
     fields = node or {}
     return {**fields, part: _set(fields.get(part), path, value, depth + 1, override)}
 
