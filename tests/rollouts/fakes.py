@@ -12,6 +12,7 @@ from typing import Any
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.prompts import Prompt, Sample
 from kuberoll_workers.data.record import Partial
+from kuberoll_workers.data.sampling import distribution_of
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.registry import PlainSpec
@@ -136,7 +137,8 @@ def settings(**changes: Any) -> RolloutSettings:
         "sampling": SamplingParameters(max_tokens=50),
         "retries": RetryPolicy(backoff_seconds=0.0),
     }
-    return RolloutSettings(**{**values, **changes})
+    values |= changes
+    return RolloutSettings(**{"usual": distribution_of(values["sampling"]), **values})
 
 
 @asynccontextmanager

@@ -439,6 +439,9 @@ class Trajectory:
         usual = self._settings.usual
         if self.distributions is not None:
             return listed(self.distributions, usual)
+        if self._settings.foreign_policy:
+            # It samples as its own configuration says.
+            return None
         return listed([distribution_of(self._sampling)] * self.turn, usual)
 
     def dropped_record(self, reason: DropReason) -> DroppedRecord:
