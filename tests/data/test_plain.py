@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.data.plain import (
     MAX_DEPTH,
+    MAX_ITEMS,
     NotPlain,
     is_finite,
     message_of,
@@ -135,3 +136,14 @@ def test_a_finite_number_is_one_that_a_float_can_hold(value: Any) -> None:
         finite = False
     assert is_finite(value) is finite
     assert is_finite(numpy.float64("nan")) is False
+
+
+def test_a_value_is_bounded_before_it_is_walked() -> None:
+    """Lists that hold each other are as long as 2 ** 60 values, and take no time."""
+    nested: Any = [0.5]
+    for _ in range(60):
+        nested = [nested, nested]
+    for value in (nested, {"a": {"b": (nested,)}}, type("Own", (list,), {})([nested])):
+        with pytest.raises(NotPlain, match=f"metadata.* has more than {MAX_ITEMS} values in its lists and objects"):
+            plain({"state": value}, "metadata")
+    assert plain([0] * 1000, "metadata") == [0] * 1000

@@ -7,6 +7,7 @@ import functools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import FunctionType
 from typing import Any
 
 from kuberoll_workers.data.messages import Message, token_array
@@ -143,10 +144,13 @@ def settings(**changes: Any) -> RolloutSettings:
 
 @asynccontextmanager
 async def runners(environments: Mapping[str, Any], *, step_seconds: float = 30.0, isolation: str = "Inline") -> Any:
+    """Runners of environments, or of functions that make their instances."""
     made = {
         name: EnvironmentRunner(
             make_executor(
-                environment if isinstance(environment, PlainSpec) else functools.partial(_same, environment),
+                environment
+                if isinstance(environment, PlainSpec | FunctionType)
+                else functools.partial(_same, environment),
                 isolation=isolation,
                 processes=1,
                 timeout=step_seconds,

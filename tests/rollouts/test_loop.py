@@ -322,10 +322,10 @@ async def test_impossible_responses_are_infrastructure_failures(
 class Faulty(CountingEnvironment):
     """Goes wrong in one way, for the trajectories that its metadata marks."""
 
-    def __init__(self, fault: Any) -> None:
+    def __init__(self, fault: Any, release: threading.Event) -> None:
         super().__init__()
         self._fault = fault
-        self.release = threading.Event()
+        self.release = release
 
     def step(self, logs: list[Any], metadata: list[Any]) -> Any:
         returned = super().step(logs, metadata)
@@ -355,14 +355,16 @@ def _hang(environment: Faulty, returned: Any, index: int) -> Any:
     ],
 )
 async def test_environment_faults_fail_only_their_trajectory(scheduling: str, fault: Any, cause: str) -> None:
-    environment = Faulty(fault)
+    release = threading.Event()
     # Long enough for the others, on however busy a machine.
     seconds = 1.5 if fault is _hang else 60.0
     samples = [sample(index, metadata={"turns": 2, "bad": index == 1}) for index in range(4)]
     try:
-        results = await roll(samples, environments={"env": environment}, step_seconds=seconds, scheduling=scheduling)
+        results = await roll(
+            samples, environments={"env": lambda: Faulty(fault, release)}, step_seconds=seconds, scheduling=scheduling
+        )
     finally:
-        environment.release.set()
+        release.set()
     assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated", "terminated"]
     assert (results[1].kind, results[1].stage, results[1].tries) == ("environment", "environment", 2)
     assert cause in results[1].cause

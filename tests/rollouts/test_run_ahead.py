@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 from collections import Counter
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.environments.interface import EnvironmentReturn
+from kuberoll_workers.environments.isolation import CoroutineExecutor
+from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult
 from kuberoll_workers.rollouts.streaming import RolloutStream, stream_groups, stream_trajectories
 from tests.examples import examples
-from tests.rollouts.fakes import CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample
+from tests.rollouts.fakes import CountingEnvironment, ScriptedPolicy, rollout_of, sample
 
 # The loop is quiet after fewer iterations than this: nothing here waits for a thread or a clock.
 _ITERATIONS = 30
@@ -30,6 +33,16 @@ class OnTheLoop(CountingEnvironment):
 
     async def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:  # type: ignore[override]
         return super().step(logs, metadata)
+
+
+@asynccontextmanager
+async def on_the_loop() -> Any:
+    """A runner whose environment is on the loop of its caller."""
+    runner = EnvironmentRunner(CoroutineExecutor(OnTheLoop(), timeout=30.0), max_batch=64)
+    try:
+        yield {"env": runner}
+    finally:
+        await runner.close()
 
 
 class Held(ScriptedPolicy):
@@ -79,7 +92,7 @@ async def test_a_sleeping_reader_is_behind_by_a_known_number_of_trajectories(
     size: int, buffer: int | None, ahead: int
 ) -> None:
     policy = Held(at_once=True)
-    async with runners({"env": OnTheLoop()}) as made:
+    async with on_the_loop() as made:
         groups = (group(index, size) for index in itertools.count())
         async with stream_groups(rollout_of(made, policy=policy, concurrency=16), groups, buffer=buffer) as stream:
             for read in range(3):
@@ -93,7 +106,7 @@ async def test_a_sleeping_reader_is_behind_by_a_known_number_of_trajectories(
 
 
 async def test_a_drained_stream_that_waits_for_its_reader_ends() -> None:
-    async with runners({"env": OnTheLoop()}) as made:
+    async with on_the_loop() as made:
         rollout = rollout_of(made, policy=Held(at_once=True), concurrency=2)
         groups = (group(index, 2) for index in itertools.count())
         async with stream_groups(rollout, groups, buffer=0) as stream:
@@ -104,7 +117,7 @@ async def test_a_drained_stream_that_waits_for_its_reader_ends() -> None:
 
 async def test_lockstep_waits_for_room_for_a_whole_batch() -> None:
     policy = Held(at_once=True)
-    async with runners({"env": OnTheLoop()}) as made:
+    async with on_the_loop() as made:
         rollout = rollout_of(made, policy=policy, concurrency=4, scheduling="Lockstep")
         samples = (sample(index, metadata={"turns": 1}) for index in itertools.count())
         async with stream_trajectories(rollout, samples, buffer=2) as stream:
@@ -158,7 +171,7 @@ class Reader(RuleBasedStateMachine):
         self.runner.run(self._open())
 
     async def _open(self) -> None:
-        self.entered = runners({"env": OnTheLoop()})
+        self.entered = on_the_loop()
         rollout = rollout_of(
             await self.entered.__aenter__(),
             policy=self.policy,

@@ -19,6 +19,10 @@ MAX_DEPTH = 250
 MAX_BYTES = 16 << 20
 """Maximum size of a value, in bytes of its JSON text."""
 
+MAX_ITEMS = 1 << 20
+"""Maximum number of members and elements of a value, in all of its objects and lists. One that occurs in several places
+counts in each: a few lists that hold each other may be a text of any length."""
+
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 """Range of integers that JSON readers keep exact: signed and unsigned 64-bit. Beyond it many read a float."""
 
@@ -27,6 +31,9 @@ MAX_MESSAGE = 4000
 
 # Values of other types must not be converted silently: they would be read back as something else.
 _STRICT = orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+
+
+_CONTAINERS = frozenset({dict, list, tuple})
 
 
 class NotPlain(ValueError):
@@ -44,12 +51,13 @@ def plain(value: Any, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
     Raises:
         NotPlain: The message names the path and the problem: a type that JSON cannot represent, a key that is not a
             string, a non-finite number, an integer beyond 64 bits, a lone surrogate, nesting deeper than `MAX_DEPTH`,
-            or more than `max_bytes`.
+            more than `MAX_ITEMS`, or more than `max_bytes`.
     """
+    _check_items(value, where)
     copied, made = _copied(value, max_bytes)
     if copied:
         return made
-    made = _walk(value, where, 0)
+    made = _walk(value, where, 0, [MAX_ITEMS])
     size = len(orjson.dumps(made))
     if size > max_bytes:
         raise NotPlain(f"{where} has {size} bytes as JSON; at most {max_bytes} can be stored")
@@ -62,6 +70,7 @@ def already_plain(value: Any, where: str) -> Any:
     Raises:
         NotPlain: See `plain`.
     """
+    _check_items(value, where)
     return value if _copied(value, MAX_BYTES)[0] else plain(value, where)
 
 
@@ -153,7 +162,26 @@ def _copied(value: Any, max_bytes: int) -> tuple[bool, Any]:
         return False, None
 
 
-def _walk(value: Any, where: str, depth: int) -> Any:
+def _check_items(value: Any, where: str) -> None:
+    """Bound a value before anything that takes time for all of it; containers of other classes are left to `_walk`."""
+    if type(value) not in _CONTAINERS:
+        return
+    left, found = MAX_ITEMS, [value]
+    for item in found:
+        children = item.values() if type(item) is dict else item
+        left -= len(children)
+        if left < 0:
+            raise _too_many(where)
+        found.extend(child for child in children if type(child) in _CONTAINERS)
+
+
+def _too_many(where: str) -> NotPlain:
+    return NotPlain(
+        f"{_shortened(where)} has more than {MAX_ITEMS} values in its lists and objects; store it as a text"
+    )
+
+
+def _walk(value: Any, where: str, depth: int, left: list[int]) -> Any:
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -169,13 +197,21 @@ def _walk(value: Any, where: str, depth: int) -> Any:
         return real
     if depth >= MAX_DEPTH:
         raise NotPlain(f"{_shortened(where)} is nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, dict | list | tuple):
+        # Not by a method that a subclass may have replaced.
+        if isinstance(value, dict):
+            left[0] -= dict.__len__(value)
+        else:
+            left[0] -= list.__len__(value) if isinstance(value, list) else tuple.__len__(value)
+        if left[0] < 0:
+            raise _too_many(where)
     if isinstance(value, dict):
-        return {_key(key, where): _walk(item, _member(where, key), depth + 1) for key, item in dict.items(value)}
+        return {_key(key, where): _walk(item, _member(where, key), depth + 1, left) for key, item in dict.items(value)}
     if isinstance(value, list | tuple):
         iterator = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
-        return [_walk(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(iterator)]
+        return [_walk(item, f"{where}[{index}]", depth + 1, left) for index, item in enumerate(iterator)]
     if callable(to_list := getattr(value, "tolist", None)):
-        return _walk(to_list(), where, depth + 1)
+        return _walk(to_list(), where, depth + 1, left)
     raise NotPlain(f"{where} is {repr_of(value)}, which JSON cannot represent")
 
 

@@ -104,10 +104,13 @@ def parse_traceback(text: str) -> Traceback | None:
 
 def stack_of(frame: FrameType | None) -> Traceback | None:
     """The calls that a running thread is in, by its innermost frame; None if there are none."""
-    walked = [(one, line) for one, line in traceback.walk_stack(frame)] if frame is not None else []
-    return _stack(
-        [Frame(one.f_code.co_filename, line, one.f_code.co_name) for one, line in reversed(walked[:_MAX_STACK])]
-    )
+    walked = [] if frame is None else [one for one, _ in traceback.walk_stack(frame)]
+    return stack_of_calls(walked[:_MAX_STACK][::-1])
+
+
+def stack_of_calls(frames: Sequence[FrameType]) -> Traceback | None:
+    """Calls by their frames, the outermost first; None if there are none."""
+    return _stack([Frame(one.f_code.co_filename, one.f_lineno or 0, one.f_code.co_name) for one in frames])
 
 
 def parse_stack(text: str) -> Traceback | None:

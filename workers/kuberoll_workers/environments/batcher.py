@@ -21,6 +21,11 @@ _FIRST_PATIENCE = 0.25
 """Patience with the first call, which may load a model, as a fraction of the time limit."""
 
 
+_SHARE_OF_LIMIT = 0.5
+"""Part of the time limit that a call for several episodes is planned to take."""
+_LEARNING = 0.2
+
+
 class _Waiting:
     """A call for one episode, which waits for its result."""
 
@@ -77,6 +82,8 @@ class Batcher:
         self._hanging: deque[_Waiting] = deque()
         self._running: dict[asyncio.Task[None], _Call] = {}
         self._longest = 0.0
+        # Usual duration of a call for each of its episodes, in seconds.
+        self._each = 0.0
         self._scheduled = False
 
     async def call(self, kind: type[AnyBatch], item: Any, *, alone: bool = False, hung: bool = False) -> Any:
@@ -121,11 +128,17 @@ class Batcher:
         while (self._alone or self._waiting) and (parallel is None or self._holding() < parallel):
             size = 1
             if self._executor.batched and parallel is not None and not self._alone:
-                size = min(self._max_batch, -(-len(self._waiting) // parallel))
+                size = min(self._largest(), -(-len(self._waiting) // parallel))
             if batch := _taken(self._alone or self._waiting, size):
                 self._start(_Call(batch))
         if self._spares is not None:
             self._dispatch_suspects(self._spares)
+
+    def _largest(self) -> int:
+        """Number of episodes in one call that it has ample time for."""
+        if self._each <= 0.0:
+            return self._max_batch
+        return max(1, min(self._max_batch, int(_SHARE_OF_LIMIT * self._executor.timeout / self._each)))
 
     def _dispatch_suspects(self, spares: ProcessExecutor) -> None:
         while self._suspects and self._spares_used() < spares.spare:
@@ -200,9 +213,12 @@ class Batcher:
 
     async def _outcomes(self, call: _Call) -> Sequence[Any]:
         arguments: Any = call.batch[0].kind.of([waiting.item for waiting in call.batch])
-        if self._spares is None:
-            return await self._executor.run(arguments)
         began: float | None = None
+        if self._spares is None:
+            began = time.perf_counter()
+            outcomes = await self._executor.run(arguments)
+            self._note(time.perf_counter() - began, len(call.batch))
+            return outcomes
 
         def begin() -> None:
             nonlocal began
@@ -218,8 +234,14 @@ class Batcher:
                 call.timer.cancel()
             call.overdue = call.stalled = False
         if began is not None:
-            self._longest = max(self._longest, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._longest = max(self._longest, seconds)
+            self._note(seconds, len(call.batch))
         return outcomes
+
+    def _note(self, seconds: float, size: int) -> None:
+        each = seconds / size
+        self._each = each if not self._each else self._each + _LEARNING * (each - self._each)
 
     def _overdue(self, call: _Call) -> None:
         call.overdue = True

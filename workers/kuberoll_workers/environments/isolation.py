@@ -7,19 +7,24 @@ import concurrent.futures
 import dataclasses
 import inspect
 import logging
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kuberoll_api.model.environments import AGENT_TYPE
+from kuberoll_workers.data.tracebacks import Traceback, stack_of
 from kuberoll_workers.environments.batches import Batch, StepBatch, awaited
 from kuberoll_workers.environments.hooks import Hooks
+from kuberoll_workers.environments.loop_thread import LoopExecutor
 from kuberoll_workers.environments.outcome import (
     SHUTDOWN_SECONDS,
     EnvironmentFault,
     StepTimedOut,
     fault_of,
+    timed_out,
     timeout_message,
 )
 from kuberoll_workers.environments.processes import ProcessExecutor
@@ -33,7 +38,7 @@ _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 MAX_ABANDONED_THREADS = 16
-"""Limit of threads that hung steps may block permanently: threads cannot be killed."""
+"""Limit of the threads that hang at a time: threads cannot be killed."""
 
 
 class Executor(Protocol):
@@ -49,6 +54,11 @@ class Executor(Protocol):
         """True if one call for several episodes costs less than one for each."""
         ...
 
+    @property
+    def timeout(self) -> float:
+        """Time limit of one call, in seconds."""
+        ...
+
     async def hooks(self) -> Hooks:
         """Hooks of the environment, which is created if it is not there yet.
 
@@ -59,6 +69,9 @@ class Executor(Protocol):
 
     async def run(self, batch: Batch[_Result]) -> Sequence[_Result | EnvironmentFault]:
         """Run one call, validate its result and split it by episode.
+
+        The time limit is that of the call, whoever runs it. Where it was for several episodes, the batcher makes a call
+        for each of them after it: an episode fails for its time only by a call of its own.
 
         Raises:
             StepRaised, StepTimedOut, StepInvalid: The environment's fault.
@@ -76,10 +89,10 @@ class Executor(Protocol):
 
 
 class CoroutineExecutor:
-    """Runs an environment whose `step` is a coroutine function on the event loop, one episode in each call.
+    """Runs a caller's own environment, whose `step` is a coroutine function, on the caller's event loop.
 
-    Any number of calls is made concurrently, unless the environment has an attribute `parallel_steps`: those that wait
-    for their turn are not on a time limit.
+    Each call is for one episode. Any number of them is made concurrently, unless the environment has an attribute
+    `parallel_steps`: those that wait for their turn are not on a time limit.
     """
 
     batched = False
@@ -97,7 +110,7 @@ class CoroutineExecutor:
         self._environment = environment
         self._hooks = Hooks.of(environment)
         self._shuts_down = shuts_down and self._hooks.shutdown
-        self._timeout = timeout
+        self.timeout = timeout
         self._any_metadata = any_metadata
         self._calls: set[asyncio.Task[Any]] = set()
 
@@ -110,10 +123,10 @@ class CoroutineExecutor:
         self._calls.add(call)
         call.add_done_callback(self._ended)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 return await asyncio.shield(call)
         except TimeoutError as error:
-            raise StepTimedOut(timeout_message(self._timeout, batch.method)) from error
+            raise StepTimedOut(timeout_message(self.timeout, batch.method)) from error
         finally:
             call.cancel()
 
@@ -153,64 +166,117 @@ class CoroutineExecutor:
 
 
 class InlineExecutor:
-    """Runs a plain environment in one daemon thread; a hung call costs that thread, not the run."""
+    """Runs a plain environment in one daemon thread. An instance is never in two calls at a time.
+
+    A call that exceeds its time limit keeps its thread and its instance until it returns. The calls after it are made
+    in another instance, where one can be made and no episode depends on this one; else they wait for it, each for its
+    own time limit.
+    """
 
     parallel = 1
     batched = True
 
     def __init__(
-        self, environment: Any, *, timeout: float, any_metadata: bool = False, shuts_down: bool = True
+        self,
+        environment: Any,
+        *,
+        timeout: float,
+        any_metadata: bool = False,
+        shuts_down: bool = True,
+        make: EnvironmentFactory | None = None,
     ) -> None:
         """
         Args:
             timeout: Time limit of one call, in seconds.
             any_metadata: As in `StepBatch`.
             shuts_down: Call the environment's `shutdown` at the end; False if it is the caller's.
+            make: Makes another instance; None: there is only this one.
         """
         self._environment = environment
         self._hooks = Hooks.of(environment)
         self._shuts_down = shuts_down and self._hooks.shutdown
-        self._timeout = timeout
+        self.timeout = timeout
         self._any_metadata = any_metadata
-        self._abandoned = 0
+        self._make = None if self._hooks.stateful else make
         self._thread: DaemonThread | None = None
+        # The call that has exceeded its time in this thread, and those in the threads before it, while they go on.
+        self._hung: concurrent.futures.Future[Any] | None = None
+        self._left: set[concurrent.futures.Future[Any]] = set()
+        self._process = os.getpid()
 
     async def hooks(self) -> Hooks:
         return self._hooks
 
     async def run(self, batch: Batch[_Result]) -> Sequence[_Result | EnvironmentFault]:
-        if self._abandoned >= MAX_ABANDONED_THREADS:
-            raise StepTimedOut(
-                f"{self._abandoned} calls of this environment hung and block their threads forever; "
-                "set isolation: Process, where a hung call is killed"
-            )
+        if self._hung is not None and not self._hung.done():
+            await self._pass(self._hung, batch.method)
+        self._hung = None
         if self._thread is None:
             self._thread = DaemonThread()
+        thread, environment = self._thread, self._environment
         prepared = with_any_metadata(batch) if self._any_metadata else batch
-        future = self._thread.submit(lambda: self._run(prepared))
+        future = thread.submit(lambda: self._run(prepared, environment))
         try:
-            async with asyncio.timeout(self._timeout):
-                result: Sequence[_Result | EnvironmentFault] = await asyncio.wrap_future(future)
+            async with asyncio.timeout(self.timeout):
+                result: Sequence[_Result | EnvironmentFault] = await asyncio.shield(asyncio.wrap_future(future))
                 return result
         except TimeoutError as error:
-            self._thread.abandon()
-            self._thread = None
-            self._abandoned += 1
-            raise StepTimedOut(timeout_message(self._timeout, batch.method)) from error
+            self._hung = future
+            raise timed_out(self.timeout, batch.method, thread.stack()) from error
+        except asyncio.CancelledError:
+            if not future.cancel() and not future.done():
+                self._hung = future
+            raise
 
-    def _run(self, batch: Batch[_Result]) -> Sequence[_Result | EnvironmentFault]:
+    async def _pass(self, hung: concurrent.futures.Future[Any], method: str) -> None:
+        """Get past a call that has not returned: by another instance, or by waiting for its end."""
+        # Done ones are gone from the set, but for a moment.
+        left = sum(not future.done() for future in self._left)
+        if self._make is not None and left >= MAX_ABANDONED_THREADS:
+            raise StepTimedOut(
+                f"{left + 1} calls of this environment hang and block their threads; set isolation: Process, where a "
+                "call that hangs is killed"
+            )
+        if self._make is not None:
+            thread = DaemonThread()
+            try:
+                made = await asyncio.wrap_future(thread.submit(self._make))
+            except Exception as error:
+                thread.abandon()
+                raise fault_of(error, "the constructor of another instance") from error
+            if made is not self._environment:
+                assert self._thread is not None
+                self._thread.abandon()
+                self._left.add(hung)
+                hung.add_done_callback(self._left.discard)
+                self._thread, self._environment = thread, made
+                return
+            thread.abandon()
+        try:
+            async with asyncio.timeout(self.timeout):
+                await asyncio.wait({asyncio.wrap_future(hung)})
+        except TimeoutError as error:
+            stack = None if self._thread is None else self._thread.stack()
+            text = f"{timeout_message(self.timeout, method)}: the call before it still goes on"
+            raise StepTimedOut(text, stack) from error
+
+    def _run(self, batch: Batch[_Result], environment: Any) -> Sequence[_Result | EnvironmentFault]:
         # Validation and error messages run code of the environment's objects, which may hang like the call itself, so
         # they run in this thread, too. StopIteration and CancelledError have a special meaning to a future.
         try:
-            return batch.split(awaited(batch.invoke(self._environment)))
+            return batch.split(awaited(batch.invoke(environment)))
         except BaseException as error:
             raise fault_of(error, batch.method) from error
+        finally:
+            if os.getpid() != self._process:
+                # A copy of the worker that the environment has forked.
+                os._exit(0)
 
     def instances(self) -> Sequence[Executor]:
         return [self]
 
     async def close(self) -> None:
-        if self._shuts_down:
+        if self._shuts_down and (self._hung is None or self._hung.done()):
             if self._thread is None:
                 self._thread = DaemonThread()
             ended = self._thread.submit(lambda: awaited(self._environment.shutdown()))
@@ -270,8 +336,8 @@ def make_executor(
         return ProcessExecutor(factory, processes=processes, timeout=timeout, spare=spare, sandbox=sandbox)
     environment = factory()
     if inspect.iscoroutinefunction(environment.step):
-        return CoroutineExecutor(environment, timeout=timeout)
-    return InlineExecutor(environment, timeout=timeout)
+        return LoopExecutor(factory, environment, timeout=timeout)
+    return InlineExecutor(environment, timeout=timeout, make=factory)
 
 
 def _remote_executor(
@@ -304,12 +370,17 @@ class DaemonThread:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=self._run, name="kuberoll-environment", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kuberoll-environment", daemon=True)
+        self._thread.start()
 
     def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._calls.put((call, future))
         return future
+
+    def stack(self) -> Traceback | None:
+        """The calls that the thread is in."""
+        return stack_of(sys._current_frames().get(self._thread.ident or 0))
 
     def abandon(self) -> None:
         """Let the thread end after its current call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import random
 from array import array
 from collections import Counter
@@ -442,6 +443,7 @@ class _NoExecutor:
 
     parallel = None
     batched = False
+    timeout = math.inf
 
     async def hooks(self) -> Hooks:
         return NO_HOOKS

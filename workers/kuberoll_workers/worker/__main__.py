@@ -18,10 +18,12 @@ import logging
 import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 
@@ -180,9 +182,28 @@ def main() -> None:
         return
     watch_parent(sys.stdin.fileno(), parent)
     tune_garbage_collector()
-    problem = asyncio.run(_main(WorkerConfig.decode(line), tokenizer, reports))
+    try:
+        problem = asyncio.run(_main(WorkerConfig.decode(line), tokenizer, reports))
+    except Exception:
+        problem = traceback.format_exc()
     if problem is not None:
-        sys.exit(problem)
+        sys.stderr.write(f"{problem}\n")
+    end(0 if problem is None else 1)
+
+
+def end(code: int) -> NoReturn:
+    """End this process, whatever threads code of environments has left in it.
+
+    All results are stored by now. The interpreter would wait for such threads, perhaps for ever.
+    """
+    main = threading.main_thread()
+    if left := [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]:
+        _log.warning("the worker is done; threads that still run end with it: %s", ", ".join(left[:8]))
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class ActorExecutor:
         self._any_metadata = any_metadata
         self.parallel = calls_in_flight
         self._environment = environment
-        self._timeout = timeout
+        self.timeout = timeout
         self._abandoned: set[asyncio.Future[Any]] = set()
 
     async def hooks(self) -> Hooks:
@@ -69,7 +69,7 @@ class ActorExecutor:
         if len(self._abandoned) >= MAX_ABANDONED_CALLS:
             raise StepTimedOut(
                 f"the environment still works on {len(self._abandoned)} calls that took longer than "
-                f"stepTimeoutSeconds ({self._timeout:g} s), and is not called again until one of them ends"
+                f"stepTimeoutSeconds ({self.timeout:g} s), and is not called again until one of them ends"
             )
         steps: Any = with_any_metadata(batch) if self._any_metadata else batch
         try:
@@ -85,7 +85,7 @@ class ActorExecutor:
             raise _fault(error) from error
 
     async def _answer(self, answer: Any, pending: asyncio.Future[Any]) -> Any:
-        timeout = asyncio.timeout(self._timeout)
+        timeout = asyncio.timeout(self.timeout)
         try:
             async with timeout:
                 # Shielded, so that an abandoned call is known to run until it ends.
@@ -99,7 +99,7 @@ class ActorExecutor:
             if not timeout.expired():
                 raise _fault(error) from error
             self._abandon(answer, pending)
-            raise StepTimedOut(timeout_message(self._timeout)) from error
+            raise StepTimedOut(timeout_message(self.timeout)) from error
 
     async def close(self) -> None:
         # The caller owns the actor and ends it.

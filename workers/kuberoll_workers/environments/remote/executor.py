@@ -87,7 +87,7 @@ class RemoteExecutor:
         """
         self._source = source
         self._name = name
-        self._timeout = timeout
+        self.timeout = timeout
         self._token = token
         self._scope = f"{scope}." if scope else ""
         self._owned = owned
@@ -236,7 +236,7 @@ class RemoteExecutor:
             ends = list(owed.values())
             async with asyncio.timeout(self._limit):
                 status, data = await replica.post(
-                    f"{protocol.PREFIX}/{CloseBatch.method}", self._body(CloseBatch(ends)), seconds=self._timeout
+                    f"{protocol.PREFIX}/{CloseBatch.method}", self._body(CloseBatch(ends)), seconds=self.timeout
                 )
             if status == protocol.STATUS_BUSY:
                 raise ConnectionLost(_cause(replica, status, data))
@@ -251,7 +251,7 @@ class RemoteExecutor:
     @property
     def _limit(self) -> float:
         """Time limit of one call: a server lets it wait for as long as it gives the environment."""
-        return 2 * self._timeout + _MARGIN_SECONDS
+        return 2 * self.timeout + _MARGIN_SECONDS
 
     def _leave(self, name: str) -> Replica | None:
         home = self._homes.pop(name, None)
@@ -335,7 +335,7 @@ class RemoteExecutor:
             async with scope:
                 replica.calls.add(scope)
                 try:
-                    status, data = await replica.post(f"{protocol.PREFIX}/{batch.method}", body, seconds=self._timeout)
+                    status, data = await replica.post(f"{protocol.PREFIX}/{batch.method}", body, seconds=self.timeout)
                 finally:
                     replica.calls.discard(scope)
             if status in (200, protocol.STATUS_FAULT):
