@@ -322,10 +322,10 @@ async def test_impossible_responses_are_infrastructure_failures(
 class Faulty(CountingEnvironment):
     """Goes wrong in one way, for the trajectories that its metadata marks."""
 
-    def __init__(self, fault: Any, release: threading.Event) -> None:
+    def __init__(self, fault: Any, release: threading.Event | None = None) -> None:
         super().__init__()
         self._fault = fault
-        self.release = release
+        self.release = release or threading.Event()
 
     def step(self, logs: list[Any], metadata: list[Any]) -> Any:
         returned = super().step(logs, metadata)
