@@ -14,7 +14,9 @@ from kuberoll_workers.environments.batches import StepBatch
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import MAX_ABANDONED_THREADS, make_executor
 from kuberoll_workers.environments.outcome import StepOutcome, StepRaised, StepTimedOut
+from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.environments.tools import ToolEnvironment, tool
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from tests.rollouts.fakes import rollout_of, sample, until
 
@@ -214,3 +216,29 @@ async def test_the_end_of_the_waiting_cancels_the_step() -> None:
     call.cancel()
     await until(lambda: Patient.cancelled)
     await made.close()
+
+
+class Tools(ToolEnvironment):
+    """A tool that does not return."""
+
+    @tool
+    def look_up(self, word: str) -> str:
+        """Look a word up."""
+        while word:
+            time.sleep(0.01)
+        return word
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["Inline", "Process"])
+async def test_a_hung_tool_is_named_with_its_stack(isolation: str) -> None:
+    spec = PlainSpec(name="env", type=None, entrypoint=f"{__name__}:Tools", config={})
+    runner = EnvironmentRunner(make_executor(spec, isolation=isolation, processes=1, timeout=3.0), max_batch=8)
+    call = {"id": "a", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "x"}'}}
+    with pytest.raises(StepTimedOut, match=r"step took longer .*, in the tool 'look_up'") as late:
+        await runner.step([{"role": "assistant", "content": "", "tool_calls": [call]}], {})
+    stack = late.value.traceback
+    assert stack is not None
+    assert stack.frames[0].function == "look_up"
+    assert stack.frames[0].source in ("time.sleep(0.01)", "while word:")
+    await runner.close()
