@@ -117,6 +117,9 @@ def test_environment_faults(run: Any, fault: Any, cause: str, caplog: pytest.Log
         assert re.fullmatch(re.escape(summary) + r" \(.*test_failures\.py:\d+ in step\)", record)
         assert [text.splitlines()[0] for text in tracebacks] == ["1 of them, the first in sample 1:"]
         assert "raise self._fault" in tracebacks[0]
+    elif fault is hang:
+        assert re.fullmatch(re.escape(summary) + r" \(.*test_failures\.py:\d+ in hang\)", record)
+        assert "Stack (most recent call last)" in tracebacks[0]
     else:
         assert (record, tracebacks) == (summary, [])
 

@@ -166,11 +166,11 @@ class CoroutineExecutor:
 
 
 class InlineExecutor:
-    """Runs a plain environment in one daemon thread. An instance is never in two calls at a time.
+    """Runs a plain environment in one daemon thread.
 
     A call that exceeds its time limit keeps its thread and its instance until it returns. The calls after it are made
-    in another instance, where one can be made and no episode depends on this one; else they wait for it, each for its
-    own time limit.
+    in another instance, where one can be made and no episode depends on this one; else they wait for it, for a time
+    limit more. Only beside a call that has hung for even longer is an instance in two calls at a time.
     """
 
     parallel = 1
@@ -209,7 +209,7 @@ class InlineExecutor:
 
     async def run(self, batch: Batch[_Result]) -> Sequence[_Result | EnvironmentFault]:
         if self._hung is not None and not self._hung.done():
-            await self._pass(self._hung, batch.method)
+            await self._pass(self._hung)
         self._hung = None
         if self._thread is None:
             self._thread = DaemonThread()
@@ -228,37 +228,32 @@ class InlineExecutor:
                 self._hung = future
             raise
 
-    async def _pass(self, hung: concurrent.futures.Future[Any], method: str) -> None:
+    async def _pass(self, hung: concurrent.futures.Future[Any]) -> None:
         """Get past a call that has not returned: by another instance, or by waiting for its end."""
         # Done ones are gone from the set, but for a moment.
         left = sum(not future.done() for future in self._left)
-        if self._make is not None and left >= MAX_ABANDONED_THREADS:
+        if left >= MAX_ABANDONED_THREADS:
             raise StepTimedOut(
                 f"{left + 1} calls of this environment hang and block their threads; set isolation: Process, where a "
                 "call that hangs is killed"
             )
+        thread, made = DaemonThread(), self._environment
         if self._make is not None:
-            thread = DaemonThread()
             try:
                 made = await asyncio.wrap_future(thread.submit(self._make))
             except Exception as error:
                 thread.abandon()
                 raise fault_of(error, "the constructor of another instance") from error
-            if made is not self._environment:
-                assert self._thread is not None
-                self._thread.abandon()
-                self._left.add(hung)
-                hung.add_done_callback(self._left.discard)
-                self._thread, self._environment = thread, made
+        if made is self._environment:
+            await asyncio.wait({asyncio.wrap_future(hung)}, timeout=self.timeout)
+            if hung.done():
+                thread.abandon()
                 return
-            thread.abandon()
-        try:
-            async with asyncio.timeout(self.timeout):
-                await asyncio.wait({asyncio.wrap_future(hung)})
-        except TimeoutError as error:
-            stack = None if self._thread is None else self._thread.stack()
-            text = f"{timeout_message(self.timeout, method)}: the call before it still goes on"
-            raise StepTimedOut(text, stack) from error
+        assert self._thread is not None
+        self._thread.abandon()
+        self._left.add(hung)
+        hung.add_done_callback(self._left.discard)
+        self._thread, self._environment = thread, made
 
     def _run(self, batch: Batch[_Result], environment: Any) -> Sequence[_Result | EnvironmentFault]:
         # Validation and error messages run code of the environment's objects, which may hang like the call itself, so
