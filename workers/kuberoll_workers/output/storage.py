@@ -526,7 +526,7 @@ class ObjectStorage:
             ) from error
 
     def _has_lapsed(self) -> bool:
-        """True if the store says that the lock object is too old: by its own clock, because those of machines differ."""
+        """True if the lock object is too old by the store's own clock; those of two machines differ."""
         probe = f"{self._root}/{_LOCK}-{self._me}"
         try:
             self._fs.pipe_file(probe, b"")
@@ -574,6 +574,7 @@ class ObjectStorage:
             self._leader = None
 
     def hold_shards(self, shards: Collection[int]) -> None:
+        del shards
         # Every writer has its own parts, and a trajectory that is stored twice counts once. What replaces files is
         # written only under the lock of the run that this worker belongs to; pods have none.
         held = self.read(_LOCK)
