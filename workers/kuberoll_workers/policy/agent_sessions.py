@@ -99,6 +99,8 @@ class ClosedSession(msgspec.Struct, kw_only=True, frozen=True):
     Attributes:
         opened_at: Unix time, seconds.
         refused: Number of calls that were refused for `max_calls` or `max_sequence_length`.
+        aborted: Number of requests whose responses the engine did not finish, and that the agent did not repeat with
+            more success.
         continuity: Number of calls by how they continued others.
         trajectories: In the order of their leaves.
     """
@@ -106,6 +108,7 @@ class ClosedSession(msgspec.Struct, kw_only=True, frozen=True):
     opened_at: float
     calls: int
     refused: int = 0
+    aborted: int = 0
     continuity: dict[str, int] = {}
     trajectories: list[SessionPath]
 

@@ -375,6 +375,8 @@ class Rollout:
                     closed = await policy.close_session(session)
                 except PolicyUnavailable as error:
                     return PolicyUnavailable(f"{error}; the agent says: {fault}")
+                if closed.aborted:
+                    return PolicyUnavailable(f"{_aborted(closed)}; the agent says: {fault}")
                 # What it has done so far is in the record of its failure.
                 with contextlib.suppress(NothingSampled):
                     await played(closed, None, 0.0)
@@ -389,6 +391,9 @@ class Rollout:
                 closed = await policy.close_session(session)
             except PolicyUnavailable as error:
                 return error
+            if closed.aborted:
+                # Whatever it made of the missing answer, an episode without that is another one.
+                return PolicyUnavailable(_aborted(closed))
             await played(closed, outcome, time.monotonic() - began)
             return None
 
@@ -526,6 +531,10 @@ class Rollout:
         if task_name not in self._environments:
             raise KeyError(f"no environment is named {task_name!r}; known ones are {', '.join(self._environments)}")
         return self._metrics.environment(task_name)
+
+
+def _aborted(closed: ClosedSession) -> str:
+    return f"the engine failed in the middle of {closed.aborted} of the responses, and the agent did not ask again"
 
 
 async def _closed(policy: AgentPolicy, session: AgentSession) -> None:

@@ -187,7 +187,7 @@ def _outputs(
     from vllm.v1.outputs import LogprobsLists
 
     ids: array[int] = result.token_ids
-    reason = FinishReason.STOP if result.finish_reason == "stop" else FinishReason.LENGTH
+    reason = FinishReason[result.finish_reason.upper()]
     cached = PrefillStats(num_cached_tokens=result.cached_tokens, num_local_cached_tokens=result.cached_tokens)
     # The front end leaves out the text of the last token of a response that was stopped: it takes it for an end token,
     # which scripted responses may lack.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import AsyncGenerator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.sampling import distribution_of
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import RequestOutput
+
+
+_WHOLE: Final = (None, "stop", "length")
+"""What vLLM says of responses that go on, or that ended as the request wanted."""
 
 
 class Continued(NamedTuple):
@@ -74,7 +78,11 @@ class ExactClient:
         exchange: Exchange,
         versions: dict[int, VersionSpans],
     ) -> AsyncGenerator[RequestOutput, None]:
-        self._engine.check_usable()
+        try:
+            self._engine.check_usable()
+        except PolicyUnavailable:
+            exchange.aborted = True
+            raise
         rendered = token_array(prompt["prompt_token_ids"])
         session, ids, continuity = self.continue_prompt(exchange, options.get("session_id"), rendered)
         exchange.continuity = continuity
@@ -90,7 +98,9 @@ class ExactClient:
         parts: dict[int, _Response] = {}
         async for output in self._client.generate(prompt, params, request_id, **options):
             for sequence in output.outputs:
-                if sequence.finish_reason == "error":
+                if sequence.finish_reason not in _WHOLE:
+                    # An abort, by whatever it was caused: part of a response is none.
+                    exchange.aborted = True
                     raise PolicyUnavailable("the engine failed while it generated the response")
                 response = parts.setdefault(sequence.index, _Response())
                 response.add(sequence, params)

@@ -30,7 +30,7 @@ class Sampled:
         response: Ids that it sampled.
         logprobs: Log-probability of each sampled id.
         versions: Spans `(version, start, end)` over the response.
-        finish_reason: `stop`, `length`, or what else the engine says.
+        finish_reason: `stop` or `length`.
         continuity: How the prompt relates to what was sampled before in the session.
         began, ended: Unix times, seconds.
         chat: Messages of the request; None: it has none.
@@ -103,6 +103,7 @@ class Exchange:
         repeats: The caller says that it sends the request once more, because it got no answer.
         calls: Of each call of the engine, in order: version spans of its sequences, by their index.
         admitted: Number of calls of the engine that the session admitted.
+        aborted: The engine did not finish one of its responses.
         calls_recorded: Indices of the recorded responses in the session.
         continuity: How the prompt relates to what was generated before in its session; None: not known yet.
     """
@@ -127,6 +128,7 @@ class Exchange:
         self.repeats = repeats
         self.calls: list[dict[int, VersionSpans]] = []
         self.admitted = 0
+        self.aborted = False
         self.calls_recorded: list[int] = []
         self.continuity: Continuity | None = None
         self._unsent: list[Sampled] = []
@@ -145,7 +147,7 @@ class Exchange:
 
     def end(self) -> None:
         """End the exchange: what was not sent was never said."""
-        if self.recorded is not None and self.admitted and not self.calls_recorded:
+        if self.recorded is not None and (self.admitted or self.aborted) and not self.calls_recorded:
             self.recorded.release(self)
 
     def versions(self) -> list[VersionSpans]:

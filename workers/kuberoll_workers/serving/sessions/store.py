@@ -80,6 +80,8 @@ class Session:
         # requests were not answered.
         self._answers: dict[bytes, list[tuple[list[int], int]]] = {}
         self._unanswered: OrderedDict[bytes, int] = OrderedDict()
+        # Requests whose answer the engine did not finish, and that were not repeated with more success.
+        self._aborted: OrderedDict[bytes, None] = OrderedDict()
 
     def record(self, sampled: Sampled, exchange: Exchange | None = None) -> None:
         """See `RecordedSession.record`; nothing is stored in a closed session."""
@@ -89,6 +91,7 @@ class Session:
             self._record_answer(exchange)
         before = self.tree.size
         if exchange is not None:
+            self._aborted.pop(exchange.request, None)
             exchange.calls_recorded.append(len(self.tree.calls))
         self.tree.add(sampled)
         self._count(self.tree.size - before)
@@ -109,6 +112,10 @@ class Session:
     def release(self, exchange: Exchange) -> None:
         """See `RecordedSession.release`."""
         self.limits.release(exchange.admitted)
+        if exchange.aborted:
+            self._aborted[exchange.request] = None
+            if len(self._aborted) > _UNANSWERED:
+                self._aborted.popitem(last=False)
         if not self.closed and exchange.request:
             self._unanswered[exchange.request] = self._unanswered.pop(exchange.request, 0) + 1
             if len(self._unanswered) > _UNANSWERED:
@@ -135,6 +142,7 @@ class Session:
             "opened_at": self.opened,
             "calls": len(calls),
             "lost": len(self.tree.lost),
+            "aborted": len(self._aborted),
             "refused": self.limits.refused,
             "paths": sum(1 for _ in self.tree.leaves()),
             "tokens": self.tree.tokens,
