@@ -222,9 +222,10 @@ def test_what_a_model_said_without_ids_is_not_the_policy_s() -> None:
     record = record_of(result)
     assert record.turn_count == 2
     assert [(message.role, message.content) for message in record.messages] == [
-        ("user", "hi"), ("assistant", "C"), ("environment", "another model"), ("user", "go on 1"), ("assistant", "EF"),
-        ("user", "x"), ("environment", "another model"),
+        ("user", "hi"), ("assistant", "C"), ("assistant", "another model"), ("user", "go on 1"), ("assistant", "EF"),
+        ("user", "x"), ("assistant", "another model"),
     ]  # fmt: skip
+    assert [number for number, message in enumerate(record.messages) if message.sampled] == [1, 4]
 
 
 def test_calls_of_tools_and_their_answers_are_messages() -> None:

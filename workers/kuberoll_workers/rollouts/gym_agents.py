@@ -168,7 +168,7 @@ def gym_trajectory(
         ],
         continuity=continuity,
     )
-    trailing = _not_sampled(chats_of(items[calls[-1].item + 1 :])) if len(calls) - 1 in chains[0] else None
+    trailing = chats_of(items[calls[-1].item + 1 :]) if len(calls) - 1 in chains[0] else None
     last = (trailing or [{"role": outcome.role, "content": outcome.content}])[-1]
     end = dataclasses.replace(
         outcome,
@@ -212,7 +212,7 @@ def _read(
     before = items[calls[number - 1].item + 1 : calls[number].first] if number else items[: calls[0].first]
     chats = chats_of(before)
     if number or chats is None:
-        return _not_sampled(chats)
+        return chats
     prompt = given.get("input")
     asked = chats_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or [])
     if asked is None:
@@ -220,13 +220,6 @@ def _read(
     instructions = given.get("instructions")
     system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
     return [*system, *asked, *chats]
-
-
-def _not_sampled(chats: list[ChatMessage] | None) -> list[ChatMessage] | None:
-    """The messages, with another role for what a model has said without token ids: after the prompt, an assistant's
-    messages are those that the policy has sampled.
-    """
-    return chats and [{**chat, "role": "environment"} if chat["role"] == "assistant" else chat for chat in chats]
 
 
 def _text_beside(items: Sequence[Any]) -> str:

@@ -104,7 +104,8 @@ def log_of(prompt: Sequence[Mapping[str, Any]], messages: Sequence[Message], *, 
     log: MessageLog = copy.deepcopy([dict(message) for message in prompt])
     for message in messages[len(log) :]:
         entry: dict[str, Any] = {
-            "role": message.role,
+            # NeMo RL's training steps learn from all of this role.
+            "role": "environment" if message.role == "assistant" and not message.sampled else message.role,
             "content": message.content,
             TOKEN_IDS: _tensor(message.token_ids, numpy.int64),
         }

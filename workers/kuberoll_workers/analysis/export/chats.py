@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from kuberoll_workers.analysis.export.views import chat, chat_with_calls, spoken
-from kuberoll_workers.data.messages import PROMPT_TURN, Message
+from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
@@ -25,7 +26,7 @@ def openai_row(record: TrajectoryRecord, role: str, _path: int) -> dict[str, Any
     spoken_messages = spoken(record)
     rows = _openai_messages(spoken_messages, role)
     for message, row in zip(spoken_messages, rows, strict=True):
-        if row["role"] == "assistant" and message.turn == PROMPT_TURN:
+        if row["role"] == "assistant" and not message.sampled:
             row["weight"] = 0
     return {"messages": rows, **({} if record.tools is None else {"tools": record.tools})}
 
@@ -44,10 +45,18 @@ def _openai_messages(messages: Sequence[Message], role: str) -> list[dict[str, A
 
 
 def sharegpt_row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
-    """`conversations` of `from` and `value`, in which the two sides alternate, as loaders require."""
+    """`conversations` of `from` and `value`, in which the two sides alternate, as loaders require.
+
+    What an assistant says right before a response, such as its beginning, is of the other side: joined with the
+    response it would be learned.
+    """
     conversation: list[dict[str, str]] = []
-    for message in chat(spoken(record), known=CHAT_ROLES, otherwise=role):
-        speaker = _SPEAKERS[message["role"]]
+    said = spoken(record)
+    for message, (own, follows) in zip(
+        chat(said, known=CHAT_ROLES, otherwise=role), pairwise([*said, None]), strict=True
+    ):
+        begun = own is not None and not own.sampled and follows is not None and follows.sampled
+        speaker = _SPEAKERS[role if begun and message["role"] == "assistant" else message["role"]]
         if conversation and _side(conversation[-1]["from"]) == _side(speaker):
             conversation[-1]["value"] += "\n\n" + message["content"]
         else:

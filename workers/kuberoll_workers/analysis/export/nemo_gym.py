@@ -25,7 +25,7 @@ from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 OWN = "kuberoll"
 """Field of a rollout with what Gym has no name for."""
 
-_ROLES = frozenset({"user", "assistant", "system", "developer"})
+_ROLES = frozenset({"user", "system", "developer"})
 
 
 def row_of_record(record: TrajectoryRecord | FailureRecord) -> dict[str, Any]:
@@ -204,5 +204,6 @@ def _items(message: Message) -> list[dict[str, Any]]:
         return named
     if message.role == "tool" and chat.get("tool_call_id"):
         return output_items([chat])
+    # An assistant's messages here are the policy's.
     role = message.role if message.role in _ROLES else "user"
     return [{"type": "message", "role": role, "content": message.content}]

@@ -98,12 +98,20 @@ def chat(messages: Sequence[Message], *, known: Collection[str], otherwise: str)
 
     Args:
         known: Roles that stay unchanged.
-        otherwise: Role of all other messages, such as an environment's.
+        otherwise: Role of all other messages, such as an environment's. After the prompt that is also the role of what
+            an environment or an agent said as an assistant: loaders of chat data learn every assistant's message.
     """
     return [
-        {"role": message.role if message.role in known else otherwise, "content": message.content}
+        {
+            "role": message.role if message.role in known and not _foreign(message) else otherwise,
+            "content": message.content,
+        }
         for message in messages
     ]
+
+
+def _foreign(message: Message) -> bool:
+    return message.role == "assistant" and not message.sampled and message.turn > PROMPT_TURN
 
 
 def chat_with_calls(messages: Sequence[Message], *, known: Collection[str], otherwise: str) -> list[dict[str, Any]]:
@@ -139,10 +147,10 @@ def _call_fields(message: Message) -> dict[str, Any]:
 
 
 def _text_beside_calls(message: ExtendedMessage) -> str:
-    if not message.sampled:
-        return message.content
     text = message.fields.get("text")
     if text is None:
+        if not message.sampled:
+            return message.content
         # Of an older run.
         text = parse_tool_calls(message.content).text
     # Templates write the white space before a call.
