@@ -53,6 +53,15 @@ class Counting(EnvironmentInterface):
         ]
 
 
+class Opponent(Counting):
+    """Breaks nothing: speaks as an assistant, and pays with a matrix."""
+
+    def step(self, message_log_batch: Any, metadata: Any) -> Any:
+        made = super().step(message_log_batch, metadata)
+        said = [{**each, "role": "assistant"} for each in made.observations]
+        return made._replace(observations=said, rewards=[[reward, 0.5] for reward in made.rewards])
+
+
 class Ranked(Counting):
     """Scores the right ones of a group by how many are wrong."""
 

@@ -47,6 +47,14 @@ def test_the_built_ins_pass_in_a_process(name: str) -> None:
     assert results["inputs"].status == results["metrics"].status == "skipped"
 
 
+def test_an_environment_that_speaks_as_an_assistant_passes_and_is_told_what_that_means() -> None:
+    row = {"prompt": "Which number?", "metadata": {"number": 3}}
+    results = {result.check: result for result in check_environment(broken.Opponent, rows=[row], skip=["scoring"])}
+    assert results["returns"].status == "ok"
+    assert "observations of the role assistant are context, and never learned from" in results["returns"].note
+    assert "columns are named reward1, reward2" in results["returns"].note
+
+
 @pytest.mark.parametrize("config", [{"size": 2, "maxMoves": 1}, {"rows": 2, "cols": 5}, {"shuffleMoves": 1}])
 def test_puzzles_of_other_configs_pass(config: dict[str, Any]) -> None:
     check_environment("sliding_puzzle", config)

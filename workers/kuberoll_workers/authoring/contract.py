@@ -30,7 +30,7 @@ from kuberoll_workers.data.plain import NotPlain, own_copy, plain
 from kuberoll_workers.data.tracebacks import Traceback, excerpt
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition
 from kuberoll_workers.environments.batches import StepBatch
-from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault, fault_of
+from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault, StepOutcome, fault_of
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
 ROWS = 6
@@ -238,14 +238,19 @@ def rows(bench: Bench) -> str:
 
 def returns(bench: Bench) -> str:
     """`reset` and `step` return values of the right shapes."""
-    steps = 0
+    outcomes: list[StepOutcome] = []
     for script in bench.scripts:
         try:
-            steps += len(bench.first.play(script).outcomes)
+            outcomes += bench.first.play(script).outcomes
         except CallFailed as failed:
             if not _about_state(failed):
                 raise
-    return f"{steps} steps of {len(bench.scripts)} episodes"
+    notes = [f"{len(outcomes)} steps of {len(bench.scripts)} episodes"]
+    if any(message["role"] == "assistant" for outcome in outcomes for message in outcome.observation):
+        notes.append("observations of the role assistant are context, and never learned from")
+    if any("reward1" in outcome.reward_parts for outcome in outcomes):
+        notes.append("rewards is a matrix, whose columns are named reward1, reward2, …: their sum counts")
+    return "; ".join(notes)
 
 
 def plain_data(bench: Bench) -> str:
