@@ -152,7 +152,7 @@ def _run_async(
     return policy, run_sync(lambda: _run(policy, samples, tokenizer, task_to_env, settings, limits), caller)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RolloutGroupResult:
     """One prompt group's rollouts.
 
