@@ -98,6 +98,8 @@ def check_marks(record: TrajectoryRecord, log: EngineLog, decode: Callable[[Sequ
         assert _learned(_training_step(record), log) == Counter(log.calls)
     # It has a line for the own path alone.
     assert Counter(_gym(record)) == _learned(READ["trl"](FORMATS["trl"].row(record, "user", 0)), log)
+    if rows and rows[0][0] == 0:
+        assert _gym_texts(record) == [decode(message.token_ids) for message in own if message.sampled]
     for number, path in rows:
         said = [decode(message.token_ids) for message in path.messages if message.sampled]
         for name, texts in _chats(path, number):
@@ -155,6 +157,12 @@ def _gym(record: TrajectoryRecord) -> Iterator[Key]:
     for item in row["response"]["output"]:
         if item.get("generation_token_ids"):
             yield tuple(item["prompt_token_ids"]), tuple(item["generation_token_ids"])
+
+
+def _gym_texts(record: TrajectoryRecord) -> list[str]:
+    items = FORMATS["nemo-gym"].row(record, "user", 0)["response"]["output"]
+    said = [item["content"] for item in items if item.get("role") == "assistant"]
+    return [content if isinstance(content, str) else content[0]["text"] for content in said]
 
 
 def _chats(path: TrajectoryRecord, number: int) -> Iterator[tuple[str, list[str]]]:

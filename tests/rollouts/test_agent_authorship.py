@@ -190,6 +190,13 @@ async def broken_by_it(episode: AgentEpisode) -> float:
     return 1.0
 
 
+async def ask_again(episode: AgentEpisode) -> float:
+    """Ask again where an answer does not come."""
+    while await cut_short(episode) == 0.0:
+        pass
+    return 1.0
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tokenizer_with_ends(tmp_path_factory.mktemp("tokenizer"))
@@ -245,12 +252,22 @@ async def test_a_prefill_is_context_and_so_is_what_was_written_by_hand(place: Pa
 async def test_part_of_a_response_is_no_response(place: Path, function: str) -> None:
     async with sampling_fleet(place) as (fleet, engine):
         engine.aborts = 1
-        (record,) = await _rolled(fleet, function, 0)
+        retries = RetryPolicy(backoff_seconds=0.0, environment_attempts=1)
+        (record,) = await _rolled(fleet, function, 0, retries=retries)
         # The agent began again, through no fault of its own, and the engine finished both responses.
         assert isinstance(record, TrajectoryRecord)
         assert (record.total_reward, len(engine.log.calls)) == (1.0, 2)
         check_marks(record, engine.log, fleet.tokenizer.decode)
         assert not any(99 in message.token_ids for message in record.messages)
+
+
+async def test_an_agent_that_asks_again_goes_on(place: Path) -> None:
+    async with sampling_fleet(place) as (fleet, engine):
+        engine.aborts = 2
+        (record,) = await _rolled(fleet, "ask_again", 0)
+    assert isinstance(record, TrajectoryRecord)
+    # In one session: the first question three times, and the answer to the second one.
+    assert (engine.aborted, sum((record.continuity or {}).values())) == (2, 4)
 
 
 async def test_an_engine_that_finishes_no_response_is_at_fault_and_not_the_agent(place: Path) -> None:
