@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kuberoll.trainer.advantages import AdvantageFunction
 from kuberoll.trainer.groups import Group
-from kuberoll_workers.analysis.paths import paths
+from kuberoll_workers.analysis.paths import paths, until_last_response
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.sampling import Distribution, resolved
@@ -255,7 +255,7 @@ def _rows_of(
         )
     for record, advantage in zip(group.trajectories, found, strict=True):
         for number, path in paths(record):
-            messages = _until_last_response(path.messages)
+            messages = until_last_response(path.messages)
             yield _Row(
                 record=record,
                 path=number,
@@ -276,11 +276,6 @@ def _distributions(path: TrajectoryRecord, usual: Distribution | None) -> tuple[
         if distribution not in found:
             found.append(distribution)
     return tuple(found)
-
-
-def _until_last_response(messages: list[Message]) -> list[Message]:
-    last = max((place for place, message in enumerate(messages) if message.sampled), default=len(messages) - 1)
-    return messages[: last + 1]
 
 
 class _Versions:

@@ -63,6 +63,12 @@ def shared_messages(branch: Branch) -> int:
     return places[-1] + 1 if places else 0
 
 
+def until_last_response(messages: list[Message]) -> list[Message]:
+    """Messages up to the last response, or all if there is none; later observations teach nothing."""
+    last = max((number for number, message in enumerate(messages) if message.sampled), default=None)
+    return messages if last is None else messages[: last + 1]
+
+
 def _counts(messages: list[Message]) -> TokenCounts:
     prompt = sum(len(message.token_ids) for message in messages if message.turn == PROMPT_TURN)
     generated = sum(len(message.token_ids) for message in messages if message.sampled)

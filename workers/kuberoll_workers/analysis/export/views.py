@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kuberoll_workers.analysis.paths import until_last_response
 from kuberoll_workers.data.messages import (
     ANSWER_FIELDS,
     LOGPROB_TYPE,
@@ -89,8 +90,7 @@ def token_versions(message: Message) -> list[str | None]:
 
 def spoken(record: TrajectoryRecord) -> list[Message]:
     """Messages up to the last response, or all if there is none."""
-    last = max((number for number, message in enumerate(record.messages) if message.sampled), default=None)
-    return record.messages if last is None else record.messages[: last + 1]
+    return until_last_response(record.messages)
 
 
 def chat(messages: Sequence[Message], *, known: Collection[str], otherwise: str) -> list[dict[str, Any]]:
