@@ -209,7 +209,10 @@ AnyBatch = StepBatch | ResetBatch | CloseBatch | GroupBatch
 
 def own_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Messages that share nothing with the given ones: role and content are texts, further fields are copied."""
-    return [message.copy() if len(message) == 2 else own_copy(message) for message in messages]
+    if max(map(len, messages), default=0) > 2:
+        return [dict(message) if len(message) == 2 else own_copy(message) for message in messages]
+    # This is done with the whole chat in each turn.
+    return list(map(dict, messages))
 
 
 def awaited(returned: Any) -> Any:
