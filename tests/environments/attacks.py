@@ -150,6 +150,12 @@ WITHOUT_EFFECT = {
 
 _HOLD = "import time; time.sleep(1000)"
 
+# This Python, in a file without the right to read it: the kernel closes such a process to others.
+_UNREADABLE = (
+    "import os, sys\nf = os.open('p', os.O_WRONLY | os.O_CREAT, 0o111)\n"
+    "with open(os.path.realpath(sys.executable), 'rb') as g: os.write(f, g.read())\nos.close(f)\n"
+)
+
 LIMITED: dict[str, tuple[str, tuple[str, ...]]] = {
     "fork bomb": ("import os\nwhile True: os.fork()", ("error",)),
     "fork bomb that goes on": (
@@ -209,6 +215,53 @@ LIMITED: dict[str, tuple[str, tuple[str, ...]]] = {
         "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\nwhile True: pass",
         ("cpu_time",),
+    ),
+    "processor time of children that nobody waits for": (
+        "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfor _ in range(60):\n"
+        "    if os.fork() == 0:\n        end = time.process_time() + 0.1\n        while time.process_time() < end: pass\n"
+        "        os._exit(0)\n    try: os.wait()\n    except ChildProcessError: pass",
+        ("cpu_time",),
+    ),
+    "processor time of children that are killed": (
+        "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfor _ in range(600):\n"
+        "    if os.fork() == 0:\n        end = time.process_time() + 0.01\n        while time.process_time() < end: pass\n"
+        "        os.kill(os.getpid(), 9)\n    try: os.wait()\n    except ChildProcessError: pass",
+        ("cpu_time",),
+    ),
+    "processor time of many short children": (
+        "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfor _ in range(2000):\n"
+        "    if os.fork() == 0:\n        end = time.process_time() + 0.003\n        while time.process_time() < end: pass\n"
+        "        os._exit(0)\n    try: os.wait()\n    except ChildProcessError: pass",
+        ("cpu_time",),
+    ),
+    "memory of a program that it cannot read": (
+        _UNREADABLE + "os.execv('p', ['p', '-S', '-E', '-c', 'x = b\\'x\\' * 600000000; import time; time.sleep(1)'])",
+        ("memory", "disk"),
+    ),
+    "files that are only mapped": (
+        "import mmap, os, time\nkept = []\nfor n in range(60):\n    f = os.open('f', os.O_RDWR | os.O_CREAT)\n"
+        "    os.truncate(f, 4000000); m = mmap.mmap(f, 4000000); m[:] = b'x' * 4000000\n    kept.append(m)\n"
+        "    os.close(f); os.unlink('f')\ntime.sleep(0.2)",
+        # The mapping keeps a descriptor of its own in Python.
+        ("disk",),
+    ),
+    "files that are only mapped, by C's functions": (
+        _SYSCALL.replace("import ctypes", "import ctypes, os, time")
+        + "libc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\nfor n in range(60):\n"
+        "    f = os.open('f', os.O_RDWR | os.O_CREAT)\n    os.write(f, b'x' * 4000000)\n"
+        "    libc.mmap(None, ctypes.c_size_t(4096), 1, 1, f, ctypes.c_long(0))\n    os.close(f); os.unlink('f')\n"
+        "time.sleep(0.2)",
+        ("disk",),
+    ),
+    "space that is reserved": (
+        "import os\nfor n in range(1000):\n    f = os.open(str(n), os.O_RDWR | os.O_CREAT)\n"
+        "    os.posix_fallocate(f, 0, 4 << 20)",
+        ("disk",),
+    ),
+    "space that is reserved beyond the end": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nf = os.open('f', os.O_RDWR | os.O_CREAT)\n"
+        "assert libc.fallocate64(f, 1, ctypes.c_long(0), ctypes.c_long(1 << 30)) == 0, 'refused'",
+        ("error",),
     ),
     "sleep": (_HOLD, ("wall_time",)),
     "sleep, signals blocked": (

@@ -13,8 +13,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-_TICKS = os.sysconf("SC_CLK_TCK")
-
 
 def children(process: int) -> list[int]:
     """Process ids of the children of all threads of a process; none if it is gone."""
@@ -86,32 +84,28 @@ def tasks(processes: Iterable[int]) -> int:
 
 
 def resident(process: int) -> int:
-    """Resident bytes of a process that are not of files; 0 if it is gone."""
+    """Resident and swapped bytes of a process that are not of files; 0 if it is gone."""
     total = 0
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/status") as file:
         for line in file:
-            if line.startswith(("RssAnon:", "RssShmem:")):
+            if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")):
                 total += int(line.split()[1]) << 10
     return total
 
 
 def proportional(process: int) -> int:
-    """Resident bytes of a process, with its share of what it shares with others; slower than `resident`."""
+    """`resident` with its share of what it shares with others, which is slower; all of it, if the share is closed."""
     total = 0
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/smaps_rollup") as file:
-        for line in file:
-            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
-                total += int(line.split()[1]) << 10
-    return total
-
-
-def cpu_seconds(process: int) -> float:
-    """CPU time of a process and of its children that have ended; 0 if it is gone."""
     try:
-        fields = _stat(process)
-        return sum(int(field) for field in fields[11:15]) / _TICKS
+        with open(f"/proc/{process}/smaps_rollup") as file:
+            for line in file:
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:", "SwapPss:")):
+                    total += int(line.split()[1]) << 10
+    except PermissionError:
+        return resident(process)
     except (OSError, ValueError):
-        return 0.0
+        return 0
+    return total
 
 
 def unlinked(process: int) -> dict[tuple[int, int], int]:
@@ -124,6 +118,38 @@ def unlinked(process: int) -> dict[tuple[int, int], int]:
                 if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                     found[status.st_dev, status.st_ino] = status.st_blocks * 512
     return found
+
+
+def mapped_unlinked(process: int, directory: str) -> set[bytes]:
+    """Files of a directory that a process has mapped and that have no name anymore, each by device and inode.
+
+    Raises:
+        PermissionError: The process is closed to this one.
+    """
+    found = set()
+    beginning = os.fsencode(directory) + b"/"
+    try:
+        with open(f"/proc/{process}/maps", "rb") as file:
+            for line in file:
+                # Address, rights, offset, device, inode, path.
+                fields = line.rstrip(b"\n").split(None, 5)
+                if len(fields) == 6 and fields[5].startswith(beginning) and fields[5].endswith(b" (deleted)"):
+                    found.add(b" ".join(fields[3:5]))
+    except PermissionError:
+        raise
+    except OSError:
+        # It is gone.
+        return set()
+    return found
+
+
+def group_of(thread: int) -> int:
+    """Process of a thread; the number itself if it is gone."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{thread}/status") as file:
+        for line in file:
+            if line.startswith("Tgid:"):
+                return int(line.split()[1])
+    return thread
 
 
 def _stat(process: int) -> list[bytes]:

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import json
+import math
 import os
 import resource
 import select
@@ -24,6 +25,7 @@ from typing import Any
 
 from kuberoll_workers.environments import process_tree
 from kuberoll_workers.environments.programs import confinement, scratch
+from kuberoll_workers.environments.programs.cpu_time import CpuTime
 from kuberoll_workers.environments.programs.model import (
     TRUNCATED,
     Limits,
@@ -32,7 +34,7 @@ from kuberoll_workers.environments.programs.model import (
     ProgramFailed,
     SandboxUnavailable,
 )
-from kuberoll_workers.environments.programs.system_calls import TASKS, Filter
+from kuberoll_workers.environments.programs.system_calls import EXIT, TASKS, THREAD, Filter
 
 _TICK_SECONDS = 0.02
 _END_SECONDS = 30.0
@@ -58,6 +60,12 @@ def supervise(client: socket.socket, filter: Filter, *, signals_are_scoped: bool
     client.setblocking(True)
     with contextlib.suppress(OSError):
         client.sendall(json.dumps(answer).encode())
+
+
+def _waited() -> float:
+    """CPU seconds of the processes that were waited for here."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _request(client: socket.socket) -> bytes:
@@ -116,32 +124,40 @@ class _Supervision:
         self._process = 0
         # Tasks that may be there: those that were seen, and those that were allowed since.
         self._tasks = 1
+        self._cpu = CpuTime(time.monotonic())
+        # Processes that were closed to the last look.
+        self._closed: set[int] = set()
 
     def run(self) -> Outcome:
         began = time.monotonic()
         self._start()
         try:
             kind = self._watch(began)
+            self._cpu.look(process_tree.descendants(os.getpid()), time.monotonic())
         finally:
             status = self._end()
         wall = time.monotonic() - began
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = max(self._cpu.seconds, _waited())
         for pipe in (self._stdout, self._stderr):
             pipe.drain()
         code = os.waitstatus_to_exitcode(status)
         if kind is None:
-            kind = self._kind(code)
+            kind = self._kind(code, cpu)
         return Outcome(
             kind=kind,
             exit_code=code if kind in ("ok", "error") else None,
             stdout=self._stdout.text(),
             stderr=self._stderr.text(),
             wall_seconds=wall,
-            cpu_seconds=used.ru_utime + used.ru_stime,
+            cpu_seconds=cpu,
         )
 
-    def _kind(self, code: int) -> OutcomeKind:
+    def _kind(self, code: int, cpu: float) -> OutcomeKind:
         """The kind of an end that the supervisor did not bring about."""
+        if cpu > self._limits.cpu_seconds:
+            return "cpu_time"
+        if self._named_size() > self._limits.disk:
+            return "disk"
         if self._stdout.full or self._stderr.full:
             return "output"
         if code == -signal.SIGXCPU:
@@ -262,9 +278,8 @@ class _Supervision:
     def _exceeded(self) -> OutcomeKind | None:
         """The limit that the program exceeds now."""
         limits, processes = self._limits, list(process_tree.descendants(os.getpid()))
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu = ended.ru_utime + ended.ru_stime + sum(map(process_tree.cpu_seconds, processes))
-        if cpu > limits.cpu_seconds:
+        self._cpu.look(processes, time.monotonic())
+        if max(self._cpu.seconds, _waited()) > limits.cpu_seconds:
             return "cpu_time"
         # The quick measure counts memory that processes share for each of them.
         if (
@@ -272,14 +287,33 @@ class _Supervision:
             and sum(map(process_tree.proportional, processes)) > limits.memory
         ):
             return "memory"
+        return "disk" if self._held(processes) > limits.disk else None
+
+    def _held(self, processes: list[int]) -> float:
+        """Bytes on disk that the program holds; what cannot be seen is too much."""
         unlinked: dict[tuple[int, int], int] = {}
+        mapped: set[bytes] = set()
+        closed = set()
         for process in processes:
             unlinked |= process_tree.unlinked(process)
+            try:
+                mapped |= process_tree.mapped_unlinked(process, self._scratch)
+            except PermissionError:
+                # It runs a file that it may not read, by which a process closes itself to others.
+                closed.add(process)
+        # It may have been about to end.
+        hidden, self._closed = closed & self._closed, closed
+        if hidden:
+            return math.inf
+        # The size of a file that is only mapped is not told: at most the limit.
+        unsized = mapped - {b"%02x:%02x %d" % (os.major(device), os.minor(device), inode) for device, inode in unlinked}
+        return self._named_size() + sum(unlinked.values()) + len(unsized) * self._limits.file
+
+    def _named_size(self) -> float:
         try:
-            named = scratch.size(self._scratch, limits.files)
+            return scratch.size(self._scratch, self._limits.files)
         except scratch.Full:
-            return "disk"
-        return "disk" if named + sum(unlinked.values()) > limits.disk else None
+            return math.inf
 
     # ---- what the program may start, and to whom it may send signals
 
@@ -291,10 +325,15 @@ class _Supervision:
         except OSError:
             # Its task was killed meanwhile.
             return
-        identity, _, _, number, _, _, *arguments = _NOTIFICATION.unpack(buffer)
+        identity, thread, _, number, _, _, *arguments = _NOTIFICATION.unpack(buffer)
         name = self._filter.numbers.get(number, "")
-        if name in TASKS:
+        if name == EXIT:
+            self._cpu.exiting(process_tree.group_of(thread))
+            refusal = 0
+        elif name in TASKS:
             refusal = 0 if self._may_create() else errno.EAGAIN
+            if not refusal and not (name == "clone" and arguments[0] & THREAD):
+                self._cpu.making()
         else:
             refusal = 0 if self._is_own(name, arguments) else errno.EPERM
         flags = 0 if refusal else _CONTINUE

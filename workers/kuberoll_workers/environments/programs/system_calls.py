@@ -28,7 +28,7 @@ _ALLOWED = _words("""
     read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat close close_range lseek
     stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat
     getdents getdents64 getcwd chdir fchdir rename renameat renameat2 mkdir mkdirat rmdir unlink unlinkat creat
-    link linkat symlink symlinkat truncate ftruncate fallocate fsync fdatasync flock fadvise64 readahead umask
+    link linkat symlink symlinkat truncate ftruncate fsync fdatasync flock fadvise64 readahead umask
     sendfile splice tee copy_file_range dup dup2 dup3 pipe pipe2
     mmap mprotect munmap brk mremap madvise msync mincore membarrier pkey_alloc pkey_free pkey_mprotect
     rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigpending rt_sigtimedwait sigaltstack restart_syscall
@@ -38,7 +38,7 @@ _ALLOWED = _words("""
     select pselect6 poll ppoll epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2
     getpid getppid gettid getuid geteuid getgid getegid getresuid getresgid getgroups getpgrp getpgid setpgid
     getsid setsid uname sysinfo getrandom getcpu getrusage getrlimit setrlimit capget arch_prctl
-    execve execveat exit exit_group wait4 waitid futex futex_waitv set_robust_list set_tid_address rseq
+    execve execveat exit wait4 waitid futex futex_waitv set_robust_list set_tid_address rseq
     sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min
     getpriority pidfd_open sendto recvfrom recvmsg shutdown getsockopt setsockopt getsockname getpeername
 """)
@@ -49,7 +49,9 @@ _WITHOUT_EFFECT = _words("""
     chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat sync syncfs
 """)
 
+# Extended attributes are not covered by Landlock; space that is reserved at once would be beyond any look at it.
 _UNSUPPORTED = _words("""
+    fallocate
     setxattr lsetxattr fsetxattr getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
     removexattr lremovexattr fremovexattr
 """)
@@ -70,6 +72,10 @@ SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 """Calls that send a signal."""
 TASKS = ("clone", "fork", "vfork")
 """Calls that create a process or a thread."""
+EXIT = "exit_group"
+"""The call by which a process ends, unless it is killed."""
+THREAD = 0x10000
+"""CLONE_THREAD: what is created is no process."""
 
 _NAMESPACES = 0x7E020080
 """CLONE_NEW*."""
@@ -84,8 +90,8 @@ its supervisor."""
 
 
 _REFUSED = (
-    "the kernel refused the seccomp filter ({}): it must be Linux 5.5 or later, no seccomp profile may forbid filters, "
-    "and no other seccomp listener may be around this process"
+    "the kernel refused the seccomp filter ({}): it must be Linux 5.19 or later, no seccomp profile may forbid "
+    "filters, and no other seccomp listener may be around this process"
 )
 
 
@@ -118,9 +124,11 @@ class Filter:
 
     def install(self) -> int:
         """Put this process under the filter, irrevocably; returns the descriptor of its listener."""
-        set_mode_filter, new_listener, set_no_new_privs = 1, 1 << 3, 38
+        set_mode_filter, new_listener, wait_killable, set_no_new_privs = 1, 1 << 3, 1 << 5, 38
         _libc().prctl(set_no_new_privs, 1, 0, 0, 0)
-        listener = int(_libc().syscall(self._install, set_mode_filter, new_listener, ctypes.byref(self._described)))
+        # A signal does not take back what is being decided, unless it kills.
+        flags = new_listener | wait_killable
+        listener = int(_libc().syscall(self._install, set_mode_filter, flags, ctypes.byref(self._described)))
         if listener < 0:
             number = ctypes.get_errno()
             raise SandboxUnavailable(_REFUSED.format(errno.errorcode.get(number, number)))
@@ -166,7 +174,7 @@ def _build(seccomp: ModuleType, signals_are_scoped: bool) -> Filter:
     rules.add(seccomp.ALLOW, ["socketpair"], arg(0, equal, unix), arg(1, masked, kind, stream))
     rules.add(seccomp.ALLOW, ["sendmsg"], arg(0, equal, CHANNEL))
     rules.add(seccomp.NOTIFY, ["clone"], arg(0, masked, _NAMESPACES, 0))
-    rules.add(seccomp.NOTIFY, ["fork", "vfork"])
+    rules.add(seccomp.NOTIFY, ["fork", "vfork", EXIT])
     rules.add(seccomp.ALLOW if signals_are_scoped else seccomp.NOTIFY, SIGNALS)
     for name in (*_NETWORK, *_FORBIDDEN, "ioctl"):
         rules.forbid(name)
@@ -174,7 +182,7 @@ def _build(seccomp: ModuleType, signals_are_scoped: bool) -> Filter:
         made.export_bpf(file)
         file.seek(0)
         program = file.read()
-    numbers = {rules.number(name): name for name in (*TASKS, *SIGNALS) if rules.known(name)}
+    numbers = {rules.number(name): name for name in (*TASKS, *SIGNALS, EXIT) if rules.known(name)}
     return Filter(program, numbers, rules.number("seccomp"))
 
 
