@@ -221,6 +221,8 @@ class _Supervision:
             with contextlib.suppress(BaseException):
                 os.write(told, f"{type(error).__name__}: {error}".encode()[:4000])
         finally:
+            # The supervisor reads it to its end before it decides that this process may exit.
+            os.close(told)
             os._exit(127)
 
     # ---- the watch
