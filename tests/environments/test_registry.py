@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -169,3 +170,18 @@ def test_an_environment_may_say_what_its_episodes_keep() -> None:
             return batch, {}
 
     assert isinstance(Typed(), EnvironmentInterface)
+
+
+def test_an_environment_prints_what_the_output_has_no_code_for() -> None:
+    program = (
+        "from kuberoll_workers.environments.registry import PlainSpec, create\n"
+        "create(PlainSpec(name='env', type=None, entrypoint='tests.environments.misbehaving:Misbehaving', config={}))\n"
+        "print('\\u2705')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout.endswith(b"\\u2705\n"), done.stderr.decode()

@@ -7,6 +7,8 @@ import copy
 import difflib
 import functools
 import importlib
+import io
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
@@ -168,6 +170,7 @@ def instantiate(environment: EnvironmentClass, config: Mapping[str, Any]) -> Env
     Raises:
         UnusableEnvironment: Its constructor raised an exception, or its `recovery` is none.
     """
+    _print_anything()
     try:
         if is_ray_class(environment) and uses_ray(environment):
             start_ray()
@@ -182,6 +185,13 @@ def instantiate(environment: EnvironmentClass, config: Mapping[str, Any]) -> Env
             f"its constructor raised {type(error).__name__}: {message_of(error)}", traceback_of(error)
         ) from error
     return made
+
+
+def _print_anything() -> None:
+    """Have characters that the output has no code for printed as escapes: what an environment prints is no failure."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def load(entrypoint: str) -> Any:
