@@ -238,3 +238,17 @@ async def test_a_function_reaches_its_session_past_a_proxy(monkeypatch: pytest.M
         monkeypatch.setenv(name, "elsewhere")
     (found,) = await play({"entrypoint": "tests.environments.agents_here:proxied"}, [request("e")], isolation="Inline")
     assert rewards([found]) == [0.0], "requests of the session would go to the proxy"
+
+
+@pytest.mark.parametrize("isolation", ["Inline", "Process"])
+async def test_programs_beside_the_manifest_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
+) -> None:
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "setup.py").write_text("open('made', 'w').write('0.5')")
+    (tmp_path / "agent" / "score.py").write_text("print(open('made').read())")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # What the episode has of its own is not replaced.
+    (tmp_path / "made").write_text("1.0")
+    agent = {"setup": [PYTHON, "setup.py"], "command": ["cat", "made"], "score": [PYTHON, "agent/score.py"]}
+    assert rewards(await play(agent, [request("e")], isolation=isolation)) == [0.5]

@@ -144,7 +144,7 @@ class CommandPhases:
 
     def _request(self, command: Sequence[str], directory: Path, place: Path, phase: Phase) -> dict[str, Any]:
         request: dict[str, Any] = {
-            "argv": list(command),
+            "argv": _beside_manifest(command, directory),
             "directory": str(directory),
             "sandbox": None,
             "scratch": str(place),
@@ -162,6 +162,21 @@ class CommandPhases:
                 )
             )
         return request
+
+
+def _beside_manifest(command: Sequence[str], directory: Path) -> list[str]:
+    """A command in which files beside the manifest have their whole path, unless the episode has one of that name.
+
+    They are where modules of environments are: in the directories of the import path that are not Python's own.
+    """
+    places = [place for place in map(os.path.abspath, sys.path) if not place.startswith((sys.prefix, sys.base_prefix))]
+
+    def found(word: str) -> str:
+        if word.startswith(("/", "-")) or (directory / word).exists():
+            return word
+        return next((path for place in places if os.path.isfile(path := f"{place}/{word}")), word)  # noqa: PTH113
+
+    return [found(word) if word and "\n" not in word and len(word) < 256 else word for word in command]
 
 
 def _end(said: str) -> str:
