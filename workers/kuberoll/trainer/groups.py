@@ -235,8 +235,8 @@ class GroupTracker:
         filtered_groups, stale_groups: Number of closed groups that were filtered out, and that were too old.
         stale_tokens: Tokens that were generated for trajectories that were too old, as far as they were seen.
         given_up: Groups that were given up, for the caller to take: until then nothing may be saved.
-        leaving: Of groups that workers stopped because they were too old, and of some of whose trajectories no line was
-            read, the rollout indexes of the others.
+        leaving: Of groups that were too old, and of some of whose trajectories no line was read, the rollout indexes of
+            the others.
         late: Number of lines of trajectories that finished after their group was delivered without them.
     """
 
@@ -314,7 +314,6 @@ class GroupTracker:
             RecordError: It belongs to another run.
         """
         key = self._key(record, where)
-        self._leaves(key, record)
         if key in self._ready or key in self.closed:
             return
         group = self._opened(key, record)
@@ -347,13 +346,16 @@ class GroupTracker:
         self._forget(key)
         self.closed.add(key)
         self.stale_groups += 1
-        self.leaving[key] = {*group.members, *group.failures}
+        self.leaving[key] = set(group.members)
         finished = (member.record for member in group.members.values())
         stale = tuple(member for member in finished if member.key not in self._stale)
         self.given_up.append(GivenUp(key=key, order=record.group_order, stale=stale))
 
-    def _leaves(self, key: GroupKey, record: TrajectoryRecord | FailureRecord | DroppedRecord) -> bool:
-        """Note a trajectory of a group that workers stopped; True if it is the first line of it."""
+    def _leaves(self, key: GroupKey, record: TrajectoryRecord | DroppedRecord) -> bool:
+        """Note a trajectory of a group that is too old; True if it is the first line of it.
+
+        A failed one may be tried again, and finish.
+        """
         if (known := self.leaving.get(key)) is None or record.rollout_index in known:
             return False
         known.add(record.rollout_index)
@@ -396,17 +398,24 @@ class GroupTracker:
         # They may be final later, without a further line.
         self._touched = waiting
 
-    def close(self, key: GroupKey, *, stale: bool = False) -> None:
+    def close(self, key: GroupKey, *, stale: bool = False) -> list[TrajectoryRecord]:
         """Close a ready group: it is delivered, or left out.
 
         Args:
             stale: It is left out because it is too old.
+
+        Returns:
+            All of its finished trajectories, also those that the caller would not have delivered with it.
         """
         group = self._ready.pop(key)
         self.closed.add(key)
         self.stale_groups += stale
-        if not stale and len(group.members) < self.rules.repeats[group.task_name]:
-            self.short[key] = tuple(sorted(group.members))
+        if len(group.members) < self.rules.repeats[group.task_name]:
+            if stale:
+                self.leaving[key] = set(group.members)
+            else:
+                self.short[key] = tuple(sorted(group.members))
+        return [member.record for member in group.members.values()]
 
     def needed(self) -> Iterator[Position]:
         """Places of the lines that are still needed: those of groups that are not closed."""

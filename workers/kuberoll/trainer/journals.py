@@ -320,12 +320,16 @@ class JournalReader:
         """Do not read what was read as parts again, when it has become one file."""
         sizes = {entry.name: entry.size for entry in files}
         whole = f"{journal}.jsonl"
-        if not self._place.immutable_parts or whole not in sizes or self._read.get(whole) == sizes[whole]:
+        if not self._place.immutable_parts or whole not in sizes:
+            return
+        # Bytes of one merge: those of an earlier one are in the one file already.
+        gone = self._gone.pop(journal, 0)
+        if self._read.get(whole) == sizes[whole]:
             return
         read = {name: self._read.get(name, 0) for name in sizes}
         if any(read[name] < size for name, size in sizes.items() if "/" in name):
             return
-        if self._gone.get(journal, 0) + sum(read.values()) == sizes[whole]:
+        if gone + sum(read.values()) == sizes[whole]:
             self._read[whole] = sizes[whole]
             self._last.pop(whole, None)
 

@@ -167,18 +167,15 @@ class Pacer:
         shards = range(len(state.delivered))
         if self.groups_per_version == 0:
             return [0] * len(shards)
-        remaining = [self.remaining(shard) for shard in shards]
-        rooms: list[list[int]] = []
-        if rules.max_lag is not None:
-            since = [max(0, state.delivered[shard] - state.taken_before[shard]) for shard in shards]
-            heights = state.taken_before if rules.in_order else [0] * len(shards)
-            capacities = [None if left is None else left + count for left, count in zip(remaining, since, strict=True)]
-            window = filled((rules.max_lag + 1) * self.groups_per_version, heights, capacities)
-            rooms.append([max(0, most - count) for most, count in zip(window, since, strict=True)])
+        # What one rule leaves is divided by the other: each alone has room for a batch, and so have both.
+        room: list[int | None] = [self.remaining(shard) for shard in shards]
         if rules.max_ahead is not None:
-            heights = state.delivered if rules.in_order else [0] * len(shards)
-            rooms.append(filled(rules.max_ahead, heights, remaining))
-        return [min(room) for room in zip(*rooms, strict=True)]
+            room = [*filled(rules.max_ahead, state.delivered if rules.in_order else [0] * len(room), room)]
+        if rules.max_lag is not None:
+            since = [delivered - before for delivered, before in zip(state.delivered, state.taken_before, strict=True)]
+            window = max(0, (rules.max_lag + 1) * self.groups_per_version - sum(since))
+            room = [*filled(window, state.delivered if rules.in_order else since, room)]
+        return [count or 0 for count in room]
 
     def in_order(self) -> Iterator[tuple[int, int]]:
         """Shard and `group_order` of the groups that are delivered next if groups are delivered in order.

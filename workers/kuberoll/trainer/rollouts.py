@@ -600,12 +600,13 @@ class Rollouts:
         assert pace is not None
         stale = {group.key: group for group in self._queue if pace.pacer.is_stale(group.trajectories)}
         self._queue = deque(group for group in self._queue if group.key not in stale)
+        given_up: list[TrajectoryRecord] = []
         for group in stale.values():
-            for record in group.trajectories:
-                self._tracker.count_stale(record)
             pace.settle(group.key, group.order)
-            self._tracker.close(group.key, stale=True)
-        pace.give_up([record for group in stale.values() for record in group.trajectories])
+            given_up += self._tracker.close(group.key, stale=True)
+        for record in given_up:
+            self._tracker.count_stale(record)
+        pace.give_up(given_up)
 
     def _ready_groups(self) -> Iterator[Group]:
         """The groups that one pass over the journals makes ready."""
