@@ -325,6 +325,7 @@ class Trainer:
         self.saved = json.dumps([self.rollouts.state_dict(), self.taken, self.since, self.rollouts.version])
 
     def restart(self) -> None:
+        self.over = False
         state, taken, self.since, version = json.loads(self.saved)
         self.taken = [(GroupKey(*key), lag) for key, lag in taken]
         self.open()
