@@ -559,3 +559,13 @@ def test_raw_observations_gain_no_space(scheme: str, content: str) -> None:
     response = rust.encode("quartz", add_special_tokens=False).ids
     assert rust.decode([*response, *found]) == rust.decode(response) + content.replace("▁", " ")
     assert raw.render_messages([{"content": content}], previous=[], generation_prompt=True) == found
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama-3.1"])
+def test_one_plain_message_is_an_observation_and_several_are_all_there(name: str) -> None:
+    of, rendered = model(name), observations(name)
+    one = rendered.render_messages([{"role": "user", "content": "first"}], previous=[], generation_prompt=True)
+    assert one == rendered.render("user", "first", previous=[], generation_prompt=True)
+    chat = [{"role": "user", "content": text} for text in ("first", "second")]
+    both = shown(of, rendered.render_messages(chat, previous=[], generation_prompt=True))
+    assert 0 <= both.find("first") < both.find("second")

@@ -261,6 +261,8 @@ def change(path: Path, *keys: str | int, value: Any) -> None:
         (("model", "byte_fallback"), True),
         (("model", "ignore_merges"), True),
         (("added_tokens", 0, "lstrip"), True),
+        # There is a gap before its id, where the class would put it.
+        (("added_tokens", -1, "id"), 5000),
     ],
     ids=str,
 )

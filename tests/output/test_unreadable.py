@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kuberoll_workers.data.record import RecordError
-from kuberoll_workers.output import unreadable
+from kuberoll_workers.output import records, unreadable
+from kuberoll_workers.output.storage import DirectoryStorage
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +34,13 @@ def test_what_is_lost_is_told(caplog: pytest.LogCaptureFixture) -> None:
     unreadable.warn_unreadable(RecordError("x.jsonl:1: torn"), trajectory=False)
     assert caplog.messages == ["x.jsonl:1: torn; the line stays where it is: left out"]
     assert unreadable.file_of("shard-00003") == "unreadable-00003.jsonl"
+
+
+def test_an_unreadable_failure_is_left_out_and_no_trajectory_is_run_again_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (records.FAILURES, records.DROPPED):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"{}\n")
+    storage = DirectoryStorage(tmp_path)
+    assert [*records.failures(storage), *records.dropped(storage)] == []
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == ["left out", "left out"]
