@@ -14,6 +14,7 @@ from kuberoll_workers.output.plan_follower import PlanFollower
 from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.pace import Pace
 from kuberoll_workers.telemetry import RolloutMetrics
+from kuberoll_workers.worker.run import in_background
 
 
 class Waited(Pace):
@@ -53,3 +54,35 @@ async def test_a_plan_that_somebody_knows_of_is_read_at_once(tmp_path: Path, mon
         assert pace.version == version
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_a_worker_that_can_no_longer_follow_its_trainer_ends(tmp_path: Path) -> None:
+    """Else it would wait for ever for what the trainer has allowed."""
+    storage = DirectoryStorage(tmp_path)
+
+    async def refuses(_version: int) -> None:
+        raise OSError("no such weights")
+
+    follower = PlanFollower(
+        storage,
+        Waited(),
+        shard=0,
+        shards=1,
+        held=True,
+        metrics=RolloutMetrics("job").consumer,
+        report=lambda _: None,
+        serve=refuses,
+    )
+    write_plan(storage, ConsumerPlan(consumer="c", version=1, room=[1], settled=[[]]))
+    with pytest.raises(OSError, match="no such weights"):
+        async with asyncio.timeout(60), in_background(follower.follow()):
+            await asyncio.Event().wait()
+
+
+async def test_what_fails_is_the_body_s_own_error() -> None:
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyError):
+        async with in_background(forever()):
+            raise KeyError

@@ -113,3 +113,21 @@ async def test_turns_are_gone_on_with_where_they_are_of_use(tmp_path: Path) -> N
     assert found.take_partial(TrajectoryKey(7, 0)) is None
     assert found.take_partial(TrajectoryKey(8, 0)) is None
     await logs[1].close()
+
+
+def test_groups_of_a_task_are_counted_each(tmp_path: Path) -> None:
+    """Rows with equal content are one task: what is left of two groups is not a whole one."""
+    lines = [record(1, number) for number in (0, 1, 3, 4, 6, 7)]
+    (tmp_path / "shard-00001.jsonl").write_bytes(b"".join(map(encode_line, lines)))
+    given = [dropped(3, number, reason="filtered") for number in (0, 3)]
+    (tmp_path / "dropped.jsonl").write_bytes(b"".join(map(encode_line, given)))
+    for repeats, oversample, kept, filtered in ((3, 0, 0, 2), (2, 1, 3, 2), (4, 0, 0, 1)):
+        found = read_state(
+            DirectoryStorage(tmp_path),
+            shards=[1],
+            shard_count=2,
+            repeats={"env": repeats},
+            logs={},
+            oversample=oversample,
+        )
+        assert (found.groups_kept, found.groups_filtered) == (kept, filtered)

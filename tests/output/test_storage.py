@@ -14,7 +14,6 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord, encode_line
@@ -127,7 +126,8 @@ async def test_parquet_made_and_journal_not_yet_removed(location: str) -> None:
     assert keys(storage) == [0, 1]
 
 
-async def test_a_second_run_is_kept_out(location: str) -> None:
+async def test_a_second_run_is_kept_out(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "_HEARTBEAT_SECONDS", 0.5)
     one, other = open_storage(location), open_storage(location)
     one.lock()
     with pytest.raises(StorageError, match="in use by another run"):
@@ -138,32 +138,21 @@ async def test_a_second_run_is_kept_out(location: str) -> None:
     assert open_storage(location).files() == []
 
 
-async def test_the_lease_of_a_run_that_died_lapses(s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = open_storage(s3[1])
-    storage.write(".lock", b'{"owner": "somebody", "renewed": 0}')
-    storage.lock()
-    with pytest.raises(StorageError, match="in use by another run"):
-        open_storage(s3[1]).lock()
-    storage.unlock()
-
-
-@pytest.mark.parametrize(("age", "free"), [(-1.0, False), (1.0, True)])
-def test_a_lease_lapses_when_the_docs_say(
-    s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch, age: float, free: bool
-) -> None:
+def test_a_lease_lapses_by_the_store_s_clock(s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "trajectories.md").read_text()
     beat, stale = storage_module._HEARTBEAT_SECONDS, storage_module._STALE_SECONDS
-    assert f"renews every {beat:.0f} seconds; the lock expires {stale:.0f} seconds after" in page
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now)
+    assert f"renews every {beat:.0f} seconds. The lock of a run that died expires after {stale:.0f} seconds" in page
     storage = open_storage(s3[1])
-    storage.write(".lock", orjson.dumps({"owner": "somebody", "renewed": now - stale - age}))
-    if free:
+    storage.write(".lock", b'{"owner": "somebody"}')
+    assert isinstance(storage, ObjectStorage)
+    # Nobody waits to see whether it is renewed.
+    monkeypatch.setattr(storage, "_is_renewed", lambda _held: True)
+    with pytest.raises(StorageError, match="in use by another run"):
         storage.lock()
-        storage.unlock()
-    else:
-        with pytest.raises(StorageError, match="in use by another run"):
-            storage.lock()
+    monkeypatch.setattr(storage_module, "_STALE_SECONDS", 0.0)
+    storage.lock()
+    storage.unlock()
+    assert storage._fs.find(s3[1]) == []
 
 
 async def test_parts_are_bounded_by_bytes(s3: tuple[S3Server, str]) -> None:
@@ -402,33 +391,129 @@ async def test_failures_and_dropped_are_read_from_anywhere(location: str) -> Non
     assert kinds == [(TrajectoryRecord, 0), (FailureRecord, 1), (DroppedRecord, 2)]
 
 
-@pytest.mark.parametrize("held", [b"", b"\0" * 80, b'{"owner": "x", "renewed": FUTURE}'])
+@pytest.mark.parametrize("held", [b"", b"\0" * 80, b'{"owner": "x", "beat": "FUTURE"}'])
 def test_a_lock_object_that_nobody_renews_lapses(
     held: bytes, s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_module, "_HEARTBEAT_SECONDS", 0.1)
     storage = open_storage(f"{s3[1]}/run")
-    storage.write(".lock", held.replace(b"FUTURE", str(time.time() + 3 * 3600).encode()))
+    storage.write(".lock", held)
     storage.lock()
     storage.unlock()
 
 
-def test_a_lock_object_out_of_the_future_that_is_renewed_keeps_others_out(
-    s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seconds", [-120.0, 3 * 3600.0])
+def test_a_lock_that_is_renewed_keeps_others_out_whatever_the_clocks_say(
+    s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     first, second = open_storage(f"{s3[1]}/run"), open_storage(f"{s3[1]}/run")
     with monkeypatch.context() as patch:
         patch.setattr(storage_module, "_HEARTBEAT_SECONDS", 0.2)
-        patch.setattr(time, "time", lambda now=time.time: now() + 3 * 3600)
+        patch.setattr(time, "time", lambda now=time.time: now() + seconds)
         first.lock()
-        patch.undo()
-        patch.setattr(storage_module, "_HEARTBEAT_SECONDS", 2.0)
-        with pytest.raises(StorageError, match="in use by another run"):
-            second.lock()
-        first.unlock()
+    with pytest.raises(StorageError, match="in use by another run"):
+        second.lock()
+    first.unlock()
 
 
-@pytest.mark.parametrize("held", [b"[1]", b'{"owner": 1}', b'"text"', b"text", b'{"owner": "x", "renewed": "soon"}'])
+def test_a_run_that_stood_still_finds_out_before_it_writes(
+    s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, worker, second = (open_storage(f"{s3[1]}/run", parts=QUICK) for _ in range(3))
+    with monkeypatch.context() as patch:
+        # It is paused: it renews nothing.
+        patch.setattr(storage_module, "_HEARTBEAT_SECONDS", 3600.0)
+        first.lock()
+        worker.hold_shards([0])
+        first.write("manifest.json", b"1")
+        worker.write("shard-00000.jsonl", encode_line(record(0)))
+        patch.setattr(storage_module, "_STALE_SECONDS", 0.0)
+        second.lock()
+    second.write("manifest.json", b"2")
+    for late in (first, worker):
+        for change in (
+            lambda late=late: late.write("manifest.json", b"3"),
+            lambda late=late: late.remove_files(late.journal_files(SHARD)),
+            lambda late=late: records.to_parquet(late, SHARD),
+        ):
+            with pytest.raises(StorageError, match="was taken over by another run while this one stood still"):
+                change()
+    first.unlock()
+    assert (second.read("manifest.json"), keys(second)) == (b"2", [0])
+    second.write("manifest.json", b"4")
+    second.unlock()
+    assert second.read(".lock") is None
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EAGAIN, "in use by another run"),
+        (errno.EOPNOTSUPP, r"\.lock: cannot be locked: Operation not supported; .* file system with locks"),
+        (errno.ENOLCK, r"\.lock: cannot be locked: No locks available"),
+    ],
+)
+def test_why_a_directory_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
+    def without(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with pytest.raises(StorageError, match=said):
+        open_storage(str(tmp_path)).lock()
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+@pytest.mark.parametrize("read", range(4))
+async def test_readers_see_every_line_whatever_is_merged_meanwhile(location: str, read: int, parquet: bool) -> None:
+    storage = open_storage(location, parts=QUICK)
+    for number in range(3):
+        await store(storage, number, owner=f"worker-{number}")
+    plain, counted = records.trajectories(storage, SHARD), iter(RunFiles(location).read())
+    begun = [[next(reader).task_index for _ in range(read)] for reader in (plain, counted)]
+    if parquet:
+        records.to_parquet(storage, SHARD)
+    else:
+        storage.compact(SHARD)
+    rest = [[item.task_index for item in reader] for reader in (plain, counted)]
+    assert {*begun[0], *rest[0]} == {0, 1, 2}
+    assert sorted([*begun[1], *rest[1]]) == [0, 1, 2]
+
+
+async def test_what_another_worker_adds_during_a_conversion_stays(location: str) -> None:
+    storage, other = open_storage(location, parts=QUICK), open_storage(location, parts=QUICK)
+    await store(storage, 0)
+    files = storage.journal_files(SHARD)
+    await store(other, 1, owner="b")
+    storage.remove_files(files if "://" in location else [])
+    assert 1 in keys(storage)
+
+
+async def test_a_consumer_that_writes_while_its_run_ends_loses_nothing(location: str) -> None:
+    storage = open_storage(location, parts=QUICK)
+    for owner, number in (("worker-00000", 0), ("consumer-a", 1)):
+        journal = storage.journal(records.DROPPED, owner=owner, seconds=Observed(), shared=True)
+        await journal.append(dropped(number))
+        if number == 0:
+            await journal.close()
+    storage.compact(records.DROPPED)
+    await journal.append(dropped(2))
+    storage.compact(records.DROPPED)
+    await journal.append(dropped(3))
+    await journal.close()
+    storage.compact(records.DROPPED)
+    assert sorted(item.task_index for item in records.dropped(storage)) == [0, 1, 2, 3]
+
+
+def test_a_torn_or_blank_line_of_a_part_is_none(tmp_path: Path) -> None:
+    storage = open_storage(f"memory://{tmp_path.name}/run")
+    line = encode_line(record(0))
+    storage.write(f"{SHARD}/a-00000001.jsonl", line + b"\n  \n" + line[:-1])
+    assert [text for _, text in storage.lines(SHARD)] == [line]
+
+
+@pytest.mark.parametrize("held", [b"[1]", b"{}", b'"text"', b"text", b"1"])
 def test_a_foreign_lock_object_is_named_and_left_alone(held: bytes, s3: tuple[S3Server, str]) -> None:
     storage = open_storage(f"{s3[1]}/run")
     storage.write(".lock", held)

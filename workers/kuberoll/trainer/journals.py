@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Protocol
@@ -18,7 +17,7 @@ from kuberoll_workers.data.record import RecordError, TrajectoryKey, TrajectoryR
 from kuberoll_workers.output.manifest import AGGREGATES
 from kuberoll_workers.output.parquet import read_rows
 from kuberoll_workers.output.records import DROPPED, FAILURES
-from kuberoll_workers.output.storage import StorageError
+from kuberoll_workers.output.storage import StorageError, modification_time
 from kuberoll_workers.output.unreadable import warn_unreadable
 
 LOCAL_SECONDS: Final = 0.02
@@ -145,7 +144,7 @@ class _ObjectStore:
     def entries(self) -> list[Entry]:
         found: dict[str, dict[str, Any]] = self._fs.find(self._root, detail=True)
         named = ((path.removeprefix(self._root).lstrip("/"), entry) for path, entry in found.items())
-        return [Entry(name, int(entry["size"]), _modified(entry)) for name, entry in named if _is_read(name)]
+        return [Entry(name, int(entry["size"]), modification_time(entry)) for name, entry in named if _is_read(name)]
 
     def open(self, name: str) -> BinaryIO:
         opened: BinaryIO = self._fs.open(f"{self._root}/{name}", "rb")
@@ -157,17 +156,6 @@ class _ObjectStore:
 
 def _is_read(name: str) -> bool:
     return name == AGGREGATES or bool(_JOURNAL.fullmatch(name) or _PARQUET.fullmatch(name))
-
-
-def _modified(entry: Mapping[str, Any]) -> float | None:
-    # The stores' libraries have no common name for it.
-    for name in ("LastModified", "last_modified", "updated", "mtime", "created"):
-        value = entry.get(name)
-        if isinstance(value, int | float):
-            return float(value)
-        if isinstance(value, datetime):
-            return float(value.timestamp())
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

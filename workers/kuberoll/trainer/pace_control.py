@@ -17,7 +17,7 @@ from kuberoll_workers.data.record import DroppedRecord, TrajectoryRecord
 from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.output.consumer_plan import ConsumerPlan, read_plan, write_plan
 from kuberoll_workers.output.records import DROPPED
-from kuberoll_workers.output.storage import Storage
+from kuberoll_workers.output.storage import CONSUMER, Storage
 
 _NOTABLE_WAIT_SECONDS = 5.0
 
@@ -64,7 +64,7 @@ class PaceControl:
         self._shards = shards
         self._written = written
         self.rules = rules
-        self._owner = f"consumer-{uuid.uuid4().hex[:8]}"
+        self._owner = f"{CONSUMER}{uuid.uuid4().hex[:8]}"
         self._counts = ConsumerCounts()
         self._waiting_since: float | None = None
         self._waiting = False

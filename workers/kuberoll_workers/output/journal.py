@@ -248,9 +248,11 @@ def sync_directory(path: Path) -> None:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Lines of a file and their positions, `file:line`, without blank lines and an incomplete last line."""
-    if not path.exists():
-        return
+    """Lines of a file and their positions, `file:line`, without blank lines and an incomplete last line.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1:

@@ -62,14 +62,22 @@ class ShardLine(NamedTuple):
 
 def shard_lines(storage: Storage, shard: str) -> Iterator[ShardLine]:
     """`trajectories` with the position and the line of each record."""
+    made = storage.stamp(f"{shard}.parquet")
+    yield from _rows(storage, shard)
+    for where, line in storage.lines(shard):
+        if (found := _decoded(line, TrajectoryRecord, where, _lost)) is not None:
+            yield ShardLine(where, found, line)
+    if storage.stamp(f"{shard}.parquet") != made:
+        # The journal was converted meanwhile, perhaps before it was read here.
+        yield from _rows(storage, shard)
+
+
+def _rows(storage: Storage, shard: str) -> Iterator[ShardLine]:
     where = storage.where(f"{shard}.parquet")
     with _fetched(storage, shard) as local:
         if local is not None:
             for record in read_parquet(local, where=where, unreadable=_lost):
                 yield ShardLine(where, record)
-    for where, line in storage.lines(shard):
-        if (found := _decoded(line, TrajectoryRecord, where, _lost)) is not None:
-            yield ShardLine(where, found, line)
 
 
 def keys(storage: Storage, journal: str) -> Iterator[TrajectoryKey]:
@@ -80,12 +88,19 @@ def keys(storage: Storage, journal: str) -> Iterator[TrajectoryKey]:
     Raises:
         RecordError: The shard's Parquet file is invalid.
     """
-    with _fetched(storage, journal) as local:
-        if local is not None:
-            yield from read_keys(local, where=storage.where(f"{journal}.parquet"))
+    made = storage.stamp(f"{journal}.parquet")
+    yield from _keys_of_rows(storage, journal)
     for _, line in storage.lines(journal):
         if (key := key_of(line)) is not None:
             yield key
+    if storage.stamp(f"{journal}.parquet") != made:
+        yield from _keys_of_rows(storage, journal)
+
+
+def _keys_of_rows(storage: Storage, journal: str) -> Iterator[TrajectoryKey]:
+    with _fetched(storage, journal) as local:
+        if local is not None:
+            yield from read_keys(local, where=storage.where(f"{journal}.parquet"))
 
 
 @contextmanager
@@ -151,8 +166,9 @@ def to_parquet(storage: Storage, shard: str) -> None:
     Of several lines of a trajectory in the shard one is kept: that which counts unless a line of another journal does.
     After a crash the journal, or both files, exist, and no trajectory is lost: readers return each once.
     """
-    first = next(iter(storage.lines(shard)), None)
-    if first is None:
+    # Only these are removed at the end: another worker that goes on with the shard may add others.
+    files = storage.journal_files(shard)
+    if next(iter(storage.lines(shard)), None) is None:
         return
     with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
         made = Path(directory) / f"{shard}.parquet"
@@ -160,7 +176,7 @@ def to_parquet(storage: Storage, shard: str) -> None:
         write_parquet(made, filter(counts, trajectories(storage, shard)))
         storage.upload(made.name, made)
     _keep_unreadable(storage, shard)
-    storage.remove_journal(shard)
+    storage.remove_files(files)
 
 
 def _keep_unreadable(storage: Storage, shard: str) -> None:

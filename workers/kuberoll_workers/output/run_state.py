@@ -73,6 +73,7 @@ def read_state(
     logs: Mapping[int, TurnLog],
     tasks: int | None = None,
     rollouts: int | None = None,
+    oversample: int = 0,
 ) -> RunState:
     """Read the state of some shards from a run's storage.
 
@@ -80,6 +81,7 @@ def read_state(
         repeats: Samples of a whole group, by environment.
         logs: Turn logs of the shards, if turns are journaled.
         tasks, rollouts: Number of tasks in the dataset, and maximum number of samples of a task; None if unknown.
+        oversample: Samples of a group beyond `repeats`.
 
     Raises:
         RecordError: A line does not belong to this run; the message names file and line.
@@ -95,18 +97,25 @@ def read_state(
         return record.task_index % shard_count in mine
 
     mine = frozenset(shards)
-    kept: Counter[tuple[int, str]] = Counter()
-    filtered: Counter[tuple[int, str]] = Counter()
+
+    def group_of(record: TrajectoryRecord | DroppedRecord) -> tuple[int, int, str]:
+        # Rows with equal content are one task, and a group each.
+        number = record.rollout_index // (repeats.get(record.task_name, 1) + oversample)
+        return record.task_index, number, record.task_name
+
+    kept: Counter[tuple[int, int, str]] = Counter()
+    filtered: set[tuple[int, int, str]] = set()
     for record in Trajectories([storage], shards=[records.shard_name(shard) for shard in shards], check=check):
         if isinstance(record, TrajectoryRecord):
             state.stored.add(record.key)
-            kept[record.task_index, record.task_name] += 1
+            kept[group_of(record)] += 1
         elif isinstance(record, DroppedRecord) and record.reason in WHOLE_GROUP and of_mine(record):
             state.filtered.add(record.key)
-            filtered[record.task_index, record.task_name] += record.reason == "filtered"
-    state.groups_kept = sum(count // repeats[name] for (_, name), count in kept.items())
-    state.groups_filtered = sum(-(-count // repeats[name]) for (_, name), count in filtered.items())
-    incomplete = {task for (task, name), count in kept.items() if count % repeats[name]}
+            if record.reason == "filtered":
+                filtered.add(group_of(record))
+    state.groups_kept = sum(count >= repeats[name] for (*_, name), count in kept.items())
+    state.groups_filtered = len(filtered)
+    incomplete = {task for (task, _, name), count in kept.items() if count < repeats[name]}
     useless: set[TrajectoryKey] = set()
     for failure in records.failures(storage):
         state.attempts[failure.key] = max(failure.attempt + 1, state.attempts.get(failure.key, 0))

@@ -12,12 +12,12 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,9 @@ from kuberoll_workers.output.journal import (
     write_chunks_atomically,
 )
 from kuberoll_workers.output.part_journal import PartJournal, PartLimits
+
+CONSUMER = "consumer-"
+"""What names of files of consumers begin with: they are written at any time, also after the run."""
 
 _LOCK = ".lock"
 _SHARD_LOCKS = ".shards.lock"
@@ -74,7 +77,10 @@ class Storage(Protocol):
         ...
 
     def lines(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """Complete lines of a journal and their positions; empty if it does not exist."""
+        """Complete lines of a journal and their positions; empty if it does not exist.
+
+        Each line that was there when the reading began comes; some come twice if files are merged meanwhile.
+        """
         ...
 
     def shards(self) -> list[str]:
@@ -97,12 +103,23 @@ class Storage(Protocol):
         """Copy a file to a local one; False if it does not exist."""
         ...
 
-    def remove_journal(self, name: str) -> None:
-        """Remove a journal whose content has been written elsewhere."""
+    def stamp(self, file: str) -> object:
+        """Something that is another after a file was replaced; None if it does not exist."""
+        ...
+
+    def journal_files(self, name: str) -> list[str]:
+        """Paths of the files that a journal has now."""
+        ...
+
+    def remove_files(self, paths: Sequence[str]) -> None:
+        """Remove files of a journal whose content has been written elsewhere."""
         ...
 
     def compact(self, name: str) -> None:
-        """Merge a journal without writers into one file; a crash may duplicate lines, but never loses any."""
+        """Merge the files of a journal into one; a crash may duplicate lines, but never loses any.
+
+        Its workers have ended. A consumer may write at any time, so what it may be adding to stays as it is.
+        """
         ...
 
     def files(self) -> list[str]:
@@ -179,8 +196,30 @@ class DirectoryStorage:
         return FileJournal(self.path / name / f"{owner}.jsonl", seconds=seconds)
 
     def lines(self, name: str) -> Iterator[tuple[str, bytes]]:
-        for path in (self.path / f"{name}.jsonl", *sorted((self.path / name).glob("*.jsonl"))):
-            yield from whole_lines(path)
+        return _merged_lines(
+            self.journal_files(name), str(self.path / f"{name}.jsonl"), lambda file: whole_lines(Path(file))
+        )
+
+    def journal_files(self, name: str) -> list[str]:
+        # Before the one file: what is merged meanwhile is in one of the two.
+        parts = sorted((self.path / name).glob("*.jsonl"))
+        whole = self.path / f"{name}.jsonl"
+        return [str(path) for path in (*([whole] if whole.exists() else []), *parts)]
+
+    def remove_files(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            Path(path).unlink(missing_ok=True)
+        for folder in {Path(path).parent for path in paths} - {self.path}:
+            # Unless a consumer has a file there.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def stamp(self, file: str) -> object:
+        try:
+            found = (self.path / file).stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
 
     def shards(self) -> list[str]:
         return sorted({path.stem for kind in ("jsonl", "parquet") for path in self.path.glob(f"shard-*.{kind}")})
@@ -209,17 +248,15 @@ class DirectoryStorage:
         target.symlink_to(path.resolve())
         return True
 
-    def remove_journal(self, name: str) -> None:
-        (self.path / f"{name}.jsonl").unlink(missing_ok=True)
-        shutil.rmtree(self.path / name, ignore_errors=True)
-
     def compact(self, name: str) -> None:
-        if not (self.path / name).is_dir():
+        whole = self.path / f"{name}.jsonl"
+        parts = [path for path in self.journal_files(name) if not Path(path).name.startswith(CONSUMER)]
+        if parts in ([], [str(whole)]):
             return  # one file from the start
-        lines = [line for _, line in self.lines(name)]
+        lines = [line for path in parts for _, line in whole_lines(Path(path))]
         if lines:
-            write_atomically(self.path / f"{name}.jsonl", b"".join(lines))
-        shutil.rmtree(self.path / name)
+            write_atomically(whole, b"".join(lines))
+        self.remove_files([path for path in parts if path != str(whole)])
 
     def files(self) -> list[str]:
         return sorted(str(path) for path in self.path.glob("*.*") if path.suffix in _SUFFIXES)
@@ -244,8 +281,13 @@ class DirectoryStorage:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.unlock()
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise StorageError(
+                    f"{self.path} is in use by another run: wait for it or choose another --output"
+                ) from error
             raise StorageError(
-                f"{self.path} is in use by another run: wait for it or choose another --output"
+                f"{self.path / _LOCK}: cannot be locked: {error.strerror}; without a lock another run could write to "
+                "the directory, too: choose an --output on a file system with locks (flock), or in an object store"
             ) from error
         remove_partials(self.path)
 
@@ -277,6 +319,33 @@ class DirectoryStorage:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _merged_lines(
+    files: Sequence[str], whole: str, read: Callable[[str], Iterator[tuple[str, bytes]]]
+) -> Iterator[tuple[str, bytes]]:
+    """Lines of a journal's files, which may be merged into one meanwhile: what is gone is in the one."""
+    gone = False
+    for file in files:
+        try:
+            yield from read(file)
+        except FileNotFoundError:
+            gone = True
+    if gone:
+        with contextlib.suppress(FileNotFoundError):
+            yield from read(whole)
+
+
+def modification_time(entry: Mapping[str, Any]) -> float | None:
+    """Time of an object's last change by its store's clock; None if the store does not say."""
+    # The stores' libraries have no common name for it.
+    for name in ("LastModified", "last_modified", "updated", "mtime", "created"):
+        value = entry.get(name)
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, datetime):
+            return float(value.timestamp())
+    return None
 
 
 def _lock_byte(descriptor: int, shard: int) -> bool:
@@ -317,6 +386,8 @@ class ObjectStorage:
             raise StorageError(f"{uri}: {error}") from error
         self._root = str(root).rstrip("/")
         self._me = uuid.uuid4().hex
+        # Owner of the lock under which this process writes; None: of no run that is known here.
+        self._leader: str | None = None
         self._beat: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -340,11 +411,29 @@ class ObjectStorage:
         )
 
     def lines(self, name: str) -> Iterator[tuple[str, bytes]]:
-        for part in (*self._whole(name), *self._list(f"{self._root}/{name}")):
-            with self._fs.open(part, "rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.endswith(b"\n") and line.strip():
-                        yield f"{self._fs.unstrip_protocol(part)}:{number}", line
+        return _merged_lines(self.journal_files(name), f"{self._root}/{name}.jsonl", self._lines_of)
+
+    def _lines_of(self, path: str) -> Iterator[tuple[str, bytes]]:
+        with self._fs.open(path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.endswith(b"\n") and line.strip():
+                    yield f"{self._fs.unstrip_protocol(path)}:{number}", line
+
+    def journal_files(self, name: str) -> list[str]:
+        # Before the one file: what is merged meanwhile is in one of the two.
+        parts, whole = self._list(f"{self._root}/{name}"), f"{self._root}/{name}.jsonl"
+        return [*([whole] if self._fs.exists(whole) else []), *parts]
+
+    def remove_files(self, paths: Sequence[str]) -> None:
+        self._check_lead()
+        if paths:
+            self._fs.rm(list(paths))
+
+    def stamp(self, file: str) -> object:
+        try:
+            return self._fs.ukey(f"{self._root}/{file}")
+        except FileNotFoundError:
+            return None
 
     def shards(self) -> list[str]:
         names = {Path(path).name.removesuffix(".parquet").removesuffix(".jsonl") for path in self._list(self._root)}
@@ -357,10 +446,12 @@ class ObjectStorage:
             return None
 
     def write(self, file: str, data: bytes) -> str:
+        self._check_lead()
         self._fs.pipe_file(f"{self._root}/{file}", data)
         return f"{self.location}/{file}"
 
     def upload(self, file: str, source: Path) -> str:
+        self._check_lead()
         self._fs.put_file(str(source), f"{self._root}/{file}")
         return f"{self.location}/{file}"
 
@@ -370,11 +461,6 @@ class ObjectStorage:
         except FileNotFoundError:
             return False
         return True
-
-    def remove_journal(self, name: str) -> None:
-        parts = [*self._whole(name), *self._list(f"{self._root}/{name}")]
-        if parts:
-            self._fs.rm(parts)
 
     def compact(self, name: str) -> None:
         parts = self._list(f"{self._root}/{name}")
@@ -386,10 +472,14 @@ class ObjectStorage:
                 for _, line in self.lines(name):
                     file.write(line)
             self.upload(whole.name, whole)
-        self._fs.rm(parts)
+        self.remove_files(parts)
 
     def files(self) -> list[str]:
-        return [str(self._fs.unstrip_protocol(path)) for path in self._list(self._root) if Path(path).name != _LOCK]
+        return [
+            str(self._fs.unstrip_protocol(path))
+            for path in self._list(self._root)
+            if not Path(path).name.startswith(_LOCK)
+        ]
 
     def where(self, name: str) -> str:
         return f"{self.location}/{name}"
@@ -406,40 +496,62 @@ class ObjectStorage:
         except Exception as error:
             # Every store's library raises its own kinds: no such bucket, no credentials, no network.
             raise StorageError(f"{self.location}: {type(error).__name__}: {error}") from error
+        self._leader = self._me
         self._beat = threading.Thread(target=self._keep, name="kuberoll-lease", daemon=True)
         self._beat.start()
 
     def _take(self) -> None:
         held = self.read(_LOCK)
-        lease = None if held is None else self._lease(held)
-        if lease is not None and lease["owner"] != self._me:
-            age = time.time() - lease["renewed"]
-            # Clocks may differ: then wait and see whether the lease is renewed.
-            if 0 <= age < _STALE_SECONDS or (age < 0 and self._is_renewed(held)):
-                raise StorageError(
-                    f"{self.location} is in use by another run: wait for it (the lock of a dead run expires after "
-                    f"{_STALE_SECONDS:.0f} s) or choose another --output"
-                )
+        if held is not None and self._owner(held) != self._me and not self._has_lapsed() and self._is_renewed(held):
+            raise StorageError(
+                f"{self.location} is in use by another run: wait for it (the lock of a dead run expires after "
+                f"{_STALE_SECONDS:.0f} s) or choose another --output"
+            )
         self._renew()
 
-    def _lease(self, held: bytes) -> dict[str, Any] | None:
-        """Content of a lock object; None if a writer that died left it empty.
+    def _owner(self, held: bytes) -> str:
+        """Owner of a lock object; empty if a writer that died left it empty.
 
         Raises:
             StorageError: It is not a lock of KubeRoll.
         """
         if not held.strip(b"\0 \n"):
-            if self._is_renewed(held):
-                raise StorageError(f"{self.location} is in use by another run: wait for it or choose another --output")
-            return None
+            return ""
         try:
-            lease = json.loads(held)
-            return {"owner": str(lease["owner"]), "renewed": float(lease["renewed"])}
+            return str(json.loads(held)["owner"])
         except (ValueError, TypeError, KeyError) as error:
             raise StorageError(
                 f"{self.location}/{_LOCK} is not a lock of KubeRoll: remove it if no run is writing there, or choose "
                 "another --output"
             ) from error
+
+    def _has_lapsed(self) -> bool:
+        """True if the lock object is too old by the store's own clock; those of two machines differ."""
+        probe = f"{self._root}/{_LOCK}-{self._me}"
+        try:
+            self._fs.pipe_file(probe, b"")
+            now, then = (modification_time(self._fs.info(path)) for path in (probe, f"{self._root}/{_LOCK}"))
+        except FileNotFoundError:
+            return False
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(probe)
+        return now is not None and then is not None and now - then >= _STALE_SECONDS
+
+    def _check_lead(self) -> None:
+        """Find out whether another run has taken over, before something is replaced or removed.
+
+        Raises:
+            StorageError: One has: this process, or its machine, had stood still for longer than the lock lasts.
+        """
+        if self._leader is None:
+            return
+        held = self.read(_LOCK)
+        if held is None or self._owner(held) != self._leader:
+            raise StorageError(
+                f"{self.location} was taken over by another run while this one stood still for more than "
+                f"{_STALE_SECONDS:.0f} s: it writes nothing more; what it has stored counts, and the other run goes on"
+            )
 
     def _is_renewed(self, held: bytes | None) -> bool:
         """True if another process rewrites the lock object within two heartbeats."""
@@ -455,11 +567,18 @@ class ObjectStorage:
             self._stop.set()
             self._beat.join()
             self._beat = None
+            # Another run's lock is not ours to remove.
             with contextlib.suppress(Exception):
+                self._check_lead()
                 self._fs.rm_file(f"{self._root}/{_LOCK}")
+            self._leader = None
 
     def hold_shards(self, shards: Collection[int]) -> None:
-        del shards  # every writer has its own parts, and a trajectory that is stored twice counts once
+        del shards
+        # Every writer has its own parts, and a trajectory that is stored twice counts once. What replaces files is
+        # written only under the lock of the run that this worker belongs to; pods have none.
+        held = self.read(_LOCK)
+        self._leader = None if held is None else self._owner(held)
 
     def release_shards(self) -> None:
         return None
@@ -468,14 +587,12 @@ class ObjectStorage:
         while not self._stop.wait(_HEARTBEAT_SECONDS):
             # A lease survives a short failure of its renewal; writes report lasting ones.
             with contextlib.suppress(Exception):
+                self._check_lead()
                 self._renew()
 
     def _renew(self) -> None:
-        self.write(_LOCK, json.dumps({"owner": self._me, "renewed": time.time()}).encode())
-
-    def _whole(self, name: str) -> list[str]:
-        path = f"{self._root}/{name}.jsonl"
-        return [path] if self._fs.exists(path) else []
+        lease = {"owner": self._me, "beat": uuid.uuid4().hex}
+        self._fs.pipe_file(f"{self._root}/{_LOCK}", json.dumps(lease).encode())
 
     def _list(self, folder: str) -> list[str]:
         try:

@@ -60,7 +60,7 @@ class ResultStore:
             tasks, rollouts: Number of tasks in the dataset, and maximum number of samples of a task; None if unknown.
             pending_bytes: Maximum number of bytes that wait to be written before `result` blocks.
             feed: Takes the parts that are written to an object store; None: nobody does.
-            oversample: Samples of a group beyond `repeats`, for the feed.
+            oversample: Samples of a group beyond `repeats`.
 
         Raises:
             RecordError: A line does not belong to this run; the message names file and line.
@@ -92,6 +92,7 @@ class ResultStore:
             logs=self.logs,
             tasks=tasks,
             rollouts=rollouts,
+            oversample=oversample,
         )
         self._feed, self._ends = feed, GroupEnds(repeats=repeats, oversample=oversample, stored=self.state.stored)
         if feed is not None:

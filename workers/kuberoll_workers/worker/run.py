@@ -263,13 +263,18 @@ async def _unless_gone(
 
 @asynccontextmanager
 async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run a coroutine without end beside the body."""
-    task = asyncio.ensure_future(work)
+    """Run a coroutine without end beside the body, which ends with it if it fails.
+
+    Raises:
+        Exception: The coroutine has failed.
+    """
     try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(work)
+            yield
+            task.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from (errors if len(errors.exceptions) > 1 else None)
 
 
 def _check_stored(results: int, progress: Progress, *, before: int) -> None:
