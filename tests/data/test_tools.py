@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kuberoll_workers.data.thoughts import thoughts_end
 from kuberoll_workers.data.tool_calls import (
     MAX_CALLS,
     ToolCalls,
@@ -17,7 +18,6 @@ from kuberoll_workers.data.tool_calls import (
     in_order_of_calls,
     message_fields,
     parse_tool_calls,
-    without_thoughts,
 )
 from kuberoll_workers.data.tools import (
     InvalidTools,
@@ -232,8 +232,8 @@ def test_calls_and_their_answers_have_the_order_in_which_they_were_written(good:
 )
 def test_any_text_is_read_and_what_is_made_of_it_can_be_stored(text: str) -> None:
     found = parse_tool_calls(text)
-    opened = without_thoughts(text).count("<tool_call>")
-    assert len(found.calls) + len(found.invalid) == min(opened, MAX_CALLS)
+    assert len(found) <= min(text.count("<tool_call>"), MAX_CALLS)
+    assert bool(found) == ("<tool_call>" in text[thoughts_end(text) :])
     json.dumps(message_fields(found, 1))
 
 

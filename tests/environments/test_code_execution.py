@@ -366,12 +366,10 @@ def test_metrics_count_programs(environment: CodeExecutionEnvironment) -> None:
         ("First:\n```python\na\n```\nBetter:\n```py\nb\n```\nDone.", "b\n"),
         ("```python\ncode\n```\nOutput:\n```text\n3\n```", "code\n"),
         ("```\nplain\n```", "plain\n"),
-        ("<think>```python\nno\n```</think>```python\nyes\n```", "yes\n"),
         ("```python\nnot closed", "not closed"),
         ("print(1)", "print(1)"),
         ("```cpp\nint main() {}\n```", None),
         ("```python\n```", None),
-        ("<think>print(1)</think>\n", None),
         ("", None),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_last_block_is_that_of_a_plain_search(text: str) -> None:
 
 @given(texts("```|\n|```\n|```py|```sh\n|\n```\n| |a|`|    |</think>"))
 def test_the_program_is_that_of_a_plain_search(text: str) -> None:
-    after = text.rpartition("</think>")[2]
+    after = text
     lines = list(re.finditer(r"(?m)^[ \t]{0,3}```[ \t]*([^\s`]*)[^\n`]*$", after))
     found = None if lines or not after.strip() else after
     for index in range(0, len(lines), 2):

@@ -117,7 +117,6 @@ UNSTATED = [
     "I do not know.",
     "Is the answer C?",
     "Answer: C: Berlin",
-    "<think>Answer: C",
     "Cats",
     "Answer: Cats",
     "Answer: Both A and C",

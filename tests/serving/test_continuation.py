@@ -31,7 +31,7 @@ def encode(text: str) -> array[int]:
     return token_array(ids)
 
 
-TEXTS = Texts(decode, encode, END, lambda text, tools, demand: (text.replace(" ", ""), []))
+TEXTS = Texts(decode, encode, END, lambda text, *_: (text.replace(" ", ""), []))
 
 
 def memory(**limits: int) -> ChatMemory:

@@ -10,7 +10,7 @@ from typing import Any, Generic
 
 from typing_extensions import TypeVar
 
-from kuberoll_workers.environments.builtin.turn import Turn, TurnEnvironment, mean
+from kuberoll_workers.environments.builtin.turn import Reply, Turn, TurnEnvironment, mean
 from kuberoll_workers.environments.interface import Episode, EpisodeEnd, EpisodeStart, UnusableRow
 
 _EPISODE = "episode"
@@ -54,7 +54,7 @@ class EpisodicEnvironment(TurnEnvironment, Generic[_Game]):
         """
 
     @abc.abstractmethod
-    def play(self, game: _Game, reply: str, state: dict[str, Any]) -> Turn:
+    def play(self, game: _Game, reply: Reply, state: dict[str, Any]) -> Turn:
         """Take a turn; the turn's metadata is the state with what has changed."""
 
     def end(self, game: _Game) -> None:
@@ -76,7 +76,7 @@ class EpisodicEnvironment(TurnEnvironment, Generic[_Game]):
             )
         return starts
 
-    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+    def turn(self, reply: Reply, state: dict[str, Any]) -> Turn:
         """See `TurnEnvironment.turn`."""
         return self.play(self._games[state[_EPISODE]], reply, state)
 

@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue
 from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.adapters.lossless import decode, encode
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
-from kuberoll_workers.environments.builtin.turn import Turn, TurnEnvironment, mean
+from kuberoll_workers.environments.builtin.turn import Reply, Turn, TurnEnvironment, mean
 from kuberoll_workers.environments.interface import (
     Metadata,
     UnusableRow,
@@ -116,10 +116,13 @@ class ReasoningGymEnvironment(TurnEnvironment):
         """See `EnvironmentInterface.check_row`."""
         _entry(metadata or {})
 
-    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+    def turn(self, reply: Reply, state: dict[str, Any]) -> Turn:
         """See `TurnEnvironment.turn`."""
         entry = _entry(state)
-        answer = reply.strip() if self._config.tag is None else self._extract(reply, tag_name=self._config.tag)
+        if self._config.tag is not None:
+            answer = self._extract(reply, tag_name=self._config.tag)
+        else:
+            answer = None if reply.truncated else reply.strip()
         score = self._score(answer, entry)
         return Turn(
             observation="",

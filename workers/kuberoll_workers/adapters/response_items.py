@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kuberoll_workers.data.messages import THOUGHTS
+from kuberoll_workers.data.thoughts import PLAIN, thoughts_end
 from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.environments.interface import ChatMessage
-
-_OPENED, _CLOSED = "<think>", "</think>"
 
 
 def input_items(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def input_items(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 def output_items(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Output items of a policy's turns: reasoning, messages, function calls, and the answers of tools.
 
-    Text up to `</think>` is reasoning, also if the prompt has opened it.
+    Thoughts are reasoning, also if the prompt has opened them, or they never end.
     """
     return list(_outputs(messages))
 
@@ -41,13 +41,15 @@ def _outputs(messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:
         calls = message.get("tool_calls") or ()
         # Beside its calls: these are items of their own.
         content: str = message["text"] if calls and "text" in message else message["content"]
-        before, closed, text = content.rpartition(_CLOSED)
-        if closed:
-            thought = before.strip().removeprefix(_OPENED).strip()
+        thoughts = message.get(THOUGHTS)
+        end = thoughts_end(content, opened=None if thoughts is None else thoughts > 0)
+        text = content[end:]
+        if end:
+            thought = content[:end].strip().removeprefix(PLAIN.opening).removesuffix(PLAIN.closing).strip()
             summary = [{"type": "summary_text", "text": thought}]
             yield {"type": "reasoning", "id": f"rs_{number}", "summary": summary}
         if text.strip() or not calls:
-            part = {"type": "output_text", "text": text.lstrip() if closed else text, "annotations": []}
+            part = {"type": "output_text", "text": text.lstrip() if end else text, "annotations": []}
             yield {
                 "type": "message",
                 "id": f"msg_{number}",

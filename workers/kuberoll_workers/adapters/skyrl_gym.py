@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue
 from kuberoll_workers.adapters.episodes import EpisodicEnvironment, Start
 from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
-from kuberoll_workers.environments.builtin.turn import Turn
+from kuberoll_workers.environments.builtin.turn import Reply, Turn
 from kuberoll_workers.environments.interface import Episode, Recovery, UnusableRow
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
@@ -102,16 +102,17 @@ class SkyRLGymEnvironment(EpisodicEnvironment[Any]):
     def _stop_strings(self) -> list[str] | None:
         return list(self._config.stop_strings) or None
 
-    def play(self, game: Any, reply: str, state: dict[str, Any]) -> Turn:
+    def play(self, game: Any, reply: Reply, state: dict[str, Any]) -> Turn:
         """Take a step."""
-        output = game.step(reply)
+        # Its environments look at thoughts that have ended, too.
+        output = game.step(reply.response)
         over = bool(output["done"])
         contents = [str(message["content"]) for message in output["observations"]]
         stops = None if over else self._stop_strings()
         return Turn(
             "\n".join(contents),
             {**state, "metrics": _numbers(game.get_metrics())} if over else state,
-            reward=float(output["reward"]),
+            reward=output["reward"],
             terminated=over,
             stop_strings=None if stops is None else tuple(stops),
         )

@@ -20,6 +20,7 @@ from kuberoll_workers.adapters.functions import function_of
 from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.adapters.verifiers_groups import kept_state, lost_entries, restored_entries, state_class
 from kuberoll_workers.data.messages import ANSWER_FIELDS
+from kuberoll_workers.data.thoughts import answer_of
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.interface import (
     ChatMessage,
@@ -382,7 +383,9 @@ class _Responses:
     def make(self, reply: Mapping[str, Any]) -> Any:
         """A response whose message is an assistant's of a chat log."""
         calls = [*(reply.get("tool_calls") or ()), *map(_unreadable, reply.get("invalid_tool_calls") or ())]
-        content = reply["content"] if not reply.get("tool_calls") else reply.get("text", reply["content"])
+        # Its parsers read thoughts that have ended; those that never end are no answer.
+        content = reply["content"] if answer_of(reply) else ""
+        content = reply.get("text", content) if reply.get("tool_calls") else content
         message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
         choice = {"index": 0, "finish_reason": "tool_calls" if calls else "stop", "message": message}
         return self._type.model_validate(

@@ -20,6 +20,14 @@ PROMPT_TURN = 0
 ANSWER_FIELDS = ("tool_call_id", "name")
 """Fields of a chat message that answers a tool call, besides role and content: the call's id, and the tool's name."""
 
+THOUGHTS = "thoughts"
+"""Field of a response's chat message: the number of characters of its content that are thoughts, tags included.
+
+All of them, if the thoughts never end. Absent: the content has neither thoughts nor their tags.
+"""
+TRUNCATED = "truncated"
+"""Field of a response's chat message: true if it was cut off at its length limit. Absent: it was not."""
+
 
 def token_array(ids: Iterable[int] = ()) -> array[int]:
     """Token ids in memory: 4 bytes per token, sent without conversion."""
@@ -59,8 +67,9 @@ class ExtendedMessage(Message):
     """A message with further fields. Other messages do not store them.
 
     Attributes:
-        fields: Further fields of the chat message, under their names in chat APIs: `tool_calls`, `text` beside them and
-            `invalid_tool_calls` of a response, `tool_call_id` of a tool's, or others of the dataset's row.
+        fields: Further fields of the chat message, under their names in chat APIs: `tool_calls`, `text` beside them,
+            `invalid_tool_calls` and `thoughts` of a response, `tool_call_id` of a tool's, or others of the dataset's
+            row.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +105,11 @@ def check_authorship(messages: Sequence[Message], path: str = "", *, written: bo
 def chat_message(message: Message) -> dict[str, Any]:
     """The message as chat APIs have it: `role`, `content` and further fields."""
     chat: dict[str, Any] = {"role": message.role, "content": message.content}
-    return chat if not isinstance(message, ExtendedMessage) else {**chat, **message.fields}
+    if isinstance(message, ExtendedMessage):
+        chat.update(message.fields)
+    if message.truncated and message.sampled:
+        chat[TRUNCATED] = True
+    return chat
 
 
 def message_of(chat: Mapping[str, Any], token_ids: Sequence[int], *, turn: int = 0, truncated: bool = False) -> Message:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kuberoll_workers.data.plain import NotPlain, plain, printable, unicode_text
+from kuberoll_workers.data.thoughts import thoughts_end
 from kuberoll_workers.data.tools import MAX_NAME, ToolCall, tool_call
 
 MAX_CALLS = 64
 """Maximum number of calls in one response; further ones are invalid."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 _SHOWN = 2000
 # Special tokens that end a response, such as <|im_end|>.
 _END_TOKENS = re.compile(r"(\s*<[^<>\s]{1,64}>)*\s*")
+_SPACE = re.compile(r"\s*")
+_DECODER = json.JSONDecoder()
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _Answer = TypeVar("_Answer", bound=Mapping[str, Any])
 
@@ -67,30 +69,37 @@ class ToolCalls:
         return _merged(self.calls, self.invalid, [call.place for call in self.invalid])
 
 
-def parse_tool_calls(text: str) -> ToolCalls:
+def parse_tool_calls(text: str, *, thoughts: int | None = None, cut: bool = False) -> ToolCalls:
     """Calls in a response of models that write them as Hermes and Qwen do.
 
     A call is `{"name": ..., "arguments": {...}}` between tags; the last one may lack its closing tag, where a stop
-    string or a special token ended the response. What the policy thinks, up to `</think>`, calls nothing.
+    string or a special token ended the response. The object ends where its JSON does, whatever its texts say.
+
+    Args:
+        thoughts: Number of characters at the beginning that are thoughts, which call nothing; None: see `thoughts_end`.
+        cut: Whether the response was cut off: then a call without its closing tag is not complete.
     """
+    thoughts = thoughts_end(text, cut=cut) if thoughts is None else thoughts
     found = ToolCalls()
-    said = without_thoughts(text)
-    for body, closed in _bodies(said):
+    at = first = text.find(_OPEN, thoughts)
+    while at >= 0 and len(found) <= MAX_CALLS:
+        begin = at + len(_OPEN)
+        value, end, error = _value(text, begin, cut=cut)
         try:
-            found.calls.append(_call(body, closed=closed))
-        except InvalidCall as error:
-            found.invalid.append(unreadable(body.strip(), str(error), len(found)))
-    return limited(with_text(found, text, said.partition(_OPEN)[0]))
+            found.calls.append(_call(value, error))
+        except InvalidCall as invalid:
+            body = text[begin:end].removesuffix(_CLOSE).strip()
+            found.invalid.append(unreadable(body, str(invalid), len(found)))
+        at = text.find(_OPEN, end)
+    return limited(with_text(found, text[:thoughts], text[thoughts : max(first, thoughts)]))
 
 
-def with_text(found: ToolCalls, text: str, said: str) -> ToolCalls:
+def with_text(found: ToolCalls, thoughts: str, said: str) -> ToolCalls:
     """The calls with the text beside them.
 
     Args:
-        text: The whole response.
-        said: What it says beside its calls after its thoughts.
+        said: What the response says beside its calls after its thoughts.
     """
-    thoughts = text[: len(text) - len(without_thoughts(text))]
     return replace(found, text=thoughts + said) if found.calls else found
 
 
@@ -112,14 +121,6 @@ def limited(found: ToolCalls) -> ToolCalls:
 def unreadable(text: str, error: str, place: int) -> UnreadableCall:
     """A call that cannot be read, its text of bounded length."""
     return UnreadableCall(printable(text, _SHOWN), printable(error, _SHOWN), place)
-
-
-def without_thoughts(text: str) -> str:
-    """What follows the first `</think>`; nothing if the thoughts were cut off."""
-    _, ended, rest = text.partition(_THOUGHT_END)
-    if ended:
-        return rest
-    return "" if text.lstrip().startswith(_THOUGHT) else text
 
 
 def checked_call(name: Any, arguments: Any) -> ToolCall:
@@ -219,23 +220,47 @@ def _merged(calls: Sequence[Any], invalid: Sequence[Any], places: Sequence[int])
     return merged
 
 
-def _bodies(text: str) -> Iterator[tuple[str, bool]]:
-    """Texts between tags, and whether each has its closing tag."""
-    parts: Sequence[str] = text.split(_OPEN)[1:]
-    for part in parts:
-        body, closed, _ = part.partition(_CLOSE)
-        yield body, bool(closed)
-
-
-def _call(body: str, *, closed: bool) -> ToolCall:
-    start = len(body) - len(body.lstrip())
+def _value(text: str, begin: int, *, cut: bool) -> tuple[Any, int, str | None]:
+    """The JSON after an opening tag, the position after the closing tag, and why it is none."""
     try:
-        value, end = json.JSONDecoder().raw_decode(body, start)
+        value, end = _DECODER.raw_decode(text, _after(_SPACE, text, begin))
+    except json.JSONDecodeError as error:
+        why = f"it is not JSON: {error.msg}, at character {error.pos - begin}"
+        if cut and (error.pos >= len(text) or error.msg.startswith("Unterminated")):
+            return None, len(text), f"{why}: the response was cut off there"
+        return None, _end_of_invalid(text, begin), why
     except (ValueError, RecursionError) as error:
-        raise InvalidCall(f"it is not JSON: {error}") from error
-    rest = body[end:]
-    if rest.strip() and (closed or not _END_TOKENS.fullmatch(rest)):
-        raise InvalidCall(f"it is not JSON: there is more text after the object: {rest.strip()[:80]!r}")
+        return None, _end_of_invalid(text, begin), f"it is not JSON: {error}"
+    after = _after(_SPACE, text, end)
+    if text.startswith(_CLOSE, after):
+        return value, after + len(_CLOSE), None
+    if text.startswith(_OPEN, after):
+        return value, after, None
+    if _after(_END_TOKENS, text, end) == len(text):
+        # A stop string or the end of the turn is in place of the tag.
+        return value, len(text), "the response was cut off before its closing tag" if cut else None
+    until = _end_of_invalid(text, end)
+    more = text[end:until].removesuffix(_CLOSE).strip()
+    return value, until, f"it is not JSON: there is more text after the object: {more[:80]!r}"
+
+
+def _call(value: Any, error: str | None) -> ToolCall:
+    if error is not None:
+        raise InvalidCall(error)
     if not isinstance(value, dict):
         raise InvalidCall("it is not a JSON object; a call is an object with name (text) and arguments (object)")
     return checked_call(value.get("name"), value.get("arguments", value.get("parameters")))
+
+
+def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Position after what a pattern, which may be empty, matches at another one."""
+    match = pattern.match(text, at)
+    return at if match is None else match.end()
+
+
+def _end_of_invalid(text: str, begin: int) -> int:
+    """End of what cannot be read as a call: after its closing tag, before the next opening one, or of the text."""
+    opened, closed = text.find(_OPEN, begin), text.find(_CLOSE, begin)
+    if closed >= 0 and (opened < 0 or closed < opened):
+        return closed + len(_CLOSE)
+    return opened if opened >= 0 else len(text)

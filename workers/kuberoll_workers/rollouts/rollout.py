@@ -18,6 +18,7 @@ from kuberoll_workers.data.messages import chat_message, token_array
 from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import TurnRecord
+from kuberoll_workers.data.thoughts import ThoughtsReader
 from kuberoll_workers.data.tokenizer import LONG_TEXT, Tokenizer
 from kuberoll_workers.data.tool_calls import message_fields, parse_tool_calls
 from kuberoll_workers.environments.outcome import (
@@ -88,6 +89,7 @@ class Rollout:
         self._policy = policy
         self._environments = environments
         self._tokenizer = tokenizer
+        self._thoughts = ThoughtsReader(tokenizer)
         self._metrics = metrics
         self._sessions = policy if isinstance(policy, SessionPolicy) else None
         # Whether answers to tool calls would be plain text, which is said once.
@@ -183,20 +185,25 @@ class Rollout:
             flight.metrics.generating -= 1
         flight.waiting_since = ended = now()
         text = self._tokenizer.decode(result.token_ids)
-        trajectory.add_response(result, text, ended - started, fields=self._calls(trajectory, result))
+        trajectory.add_response(result, text, ended - started, fields=self._reading(trajectory, result, text))
         flight.metrics.record_response(
             prompt=prompt_tokens, cached=result.cached_tokens, generated=len(result.token_ids)
         )
 
-    def _calls(self, trajectory: Trajectory, result: GenerationResult) -> dict[str, Any]:
-        """Fields of a response that calls tools, if there are any."""
+    def _reading(self, trajectory: Trajectory, result: GenerationResult, text: str) -> dict[str, Any]:
+        """Fields of a response that say where its thoughts end and what it calls, if there is anything to say."""
+        cut = result.finish_reason == "length"
+        opened = self._thoughts.opened(trajectory.context, before=trajectory.thinks)
+        fields: dict[str, Any] = dict(self._thoughts.fields(result.token_ids, text, opened=opened, cut=cut))
         if not trajectory.sample.prompt.tools:
-            return {}
+            return fields
         calls = result.tool_calls
         if calls is None:
             # Not the message's text: tags may be special tokens.
-            calls = parse_tool_calls(self._tokenizer.decode_with_special_tokens(result.token_ids))
-        return message_fields(calls, trajectory.turn + 1)
+            marked = self._tokenizer.decode_with_special_tokens(result.token_ids)
+            thoughts = self._thoughts.end_in_marked(marked, opened=opened, cut=cut)
+            calls = parse_tool_calls(marked, thoughts=thoughts, cut=cut)
+        return {**fields, **message_fields(calls, trajectory.turn + 1)}
 
     async def step(self, flight: InFlight) -> None:
         """Step the environment with the newest response and append its observation.

@@ -14,6 +14,7 @@ import numpy
 
 from kuberoll_workers.data.messages import (
     LOGPROB_TYPE,
+    TRUNCATED,
     ExtendedMessage,
     Message,
     chat_message,
@@ -35,6 +36,7 @@ from kuberoll_workers.data.record import (
     TurnRecord,
 )
 from kuberoll_workers.data.sampling import Distribution, distribution_of, listed
+from kuberoll_workers.data.thoughts import unfinished
 from kuberoll_workers.environments.interface import ChatMessage, GroupScore, Metadata
 from kuberoll_workers.environments.outcome import StepOutcome, check_reward
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
@@ -201,6 +203,11 @@ class Trajectory:
         return [{"role": message.role, "content": message.content} for message in added]
 
     @property
+    def thinks(self) -> bool:
+        """True if the newest response is thoughts that never end."""
+        return bool(self._turn_ends) and unfinished(self.chat[self.turn_messages(self.complete_turns - 1).start])
+
+    @property
     def task_name(self) -> str:
         return self.sample.prompt.task_name
 
@@ -240,6 +247,8 @@ class Trajectory:
         message.logprobs = result.logprobs if len(result.logprobs) == len(result.token_ids) else None
         message.policy_versions = result.policy_versions or None
         message.sampled = True
+        if self._response_truncated:
+            chat[TRUNCATED] = True
         self.messages.append(message)
         self.chat.append(chat)
         self.context.extend(result.token_ids)

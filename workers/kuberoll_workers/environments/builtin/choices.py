@@ -14,11 +14,11 @@ from kuberoll_workers.environments.builtin.responses import (
     HEDGES,
     RETRACTION,
     Span,
-    after_thoughts,
     boxes,
     last_line,
     legible,
     tags,
+    whole_lines,
 )
 
 _GAP = r"\s{1,20}+"
@@ -59,23 +59,31 @@ class Ambiguous(ValueError):
     """A statement names several choices, or one in a way that cannot be read."""
 
 
-def read_choice(text: str, options: Mapping[str, str], *, characters: int = 4000) -> str | None:
+def read_choice(
+    text: str, options: Mapping[str, str], *, characters: int = 4000, truncated: bool = False
+) -> str | None:
     """The choice of a response: the last one that it states.
 
     Statements are, by their position: `\\boxed{…}`, `<answer>…</answer>`, and sentences such as `Answer: C`,
     `the correct option is (C)` or `C is the correct answer`. Without any, the last line counts if it is nothing but a
-    label or the text of a choice. Thoughts in `<think>` are ignored. `The answer is not B` takes back that it is B. Any
+    label or the text of a choice. `The answer is not B` takes back that it is B. Any
     other statement that mentions a choice and cannot be read hides the ones before it; one that mentions none (`the
     answer is easy to see`) does not count.
 
     Args:
         options: The text of each choice by its label, one capital letter or digit; empty texts if they are unknown.
+        text: What the response says after its thoughts.
         characters: Number of characters at the end of the text that are read.
+        truncated: The response was cut off: its last line counts only up to its last box or tag.
 
     Returns:
         The label; None if no choice is stated, or the last statement names several.
     """
-    answer = legible(after_thoughts(text)[-characters:])
+    answer = text[-characters:]
+    if truncated:
+        closed = max((span.end for span in (*boxes(answer), *tags(answer))), default=0)
+        answer = answer[: max(closed, len(whole_lines(answer)))]
+    answer = legible(answer)
     options = {label: legible(option) for label, option in options.items()}
     try:
         denied: set[str] = set()
@@ -86,7 +94,7 @@ def read_choice(text: str, options: Mapping[str, str], *, characters: int = 4000
                 denied.add(not_it)
             elif _mentions(payload, options):
                 return None
-        return _label(last_line(answer), options, alone=True)
+        return None if truncated else _label(last_line(answer), options, alone=True)
     except Ambiguous:
         return None
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from kuberoll_workers.environments.builtin.choices import read_choice
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.responses import legible
-from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Turn, grade, mean
+from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Reply, Turn, grade, mean
 from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
 
 TRUTH_KEYS = ("ground_truth", "expected_answer", "answer", "answerKey")
@@ -73,10 +73,10 @@ class MultipleChoiceEnvironment(GradedEnvironment):
         """See `EnvironmentInterface.check_row`."""
         self._question(metadata or {})
 
-    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+    def turn(self, reply: Reply, state: dict[str, Any]) -> Turn:
         """See `TurnEnvironment.turn`."""
         options, truth = self._question(state)
-        choice = read_choice(reply, options, characters=self._config.max_characters)
+        choice = read_choice(reply, options, characters=self._config.max_characters, truncated=reply.truncated)
         return grade(choice == truth, state, choice)
 
     def _question(self, state: Mapping[str, Any]) -> tuple[dict[str, str], str]:

@@ -1,4 +1,4 @@
-r"""Parts of a response: what follows the thoughts, and what is in boxes, tags or fenced blocks.
+r"""Parts of what a response says after its thoughts: what is in boxes, tags, fenced blocks, or on its last line.
 
 Every scan is one pass, linear in the length of the response, because a policy writes it and could exploit a slow one.
 """
@@ -69,13 +69,9 @@ class Fence:
     info: str
 
 
-def after_thoughts(text: str) -> str:
-    """The text after the last `</think>`; empty if thoughts were begun and never ended."""
-    _, closed, after = text.rpartition("</think>")
-    if closed:
-        return after
-    # Thoughts that were cut off are no answer.
-    return "" if "<think>" in text else text
+def whole_lines(text: str) -> str:
+    """The text of a response that was cut off, up to its last line break: the line after it is not complete."""
+    return text[: text.rfind("\n") + 1]
 
 
 def legible(text: str) -> str:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Final, Self
 
 from pydantic import Field, model_validator
 
+from kuberoll_workers.data.thoughts import answer_of
 from kuberoll_workers.environments.builtin.config import parse_config
-from kuberoll_workers.environments.builtin.responses import after_thoughts
 from kuberoll_workers.environments.builtin.servers import Server, ServerConfig, Url
 from kuberoll_workers.environments.builtin.special_tokens import harmless
 from kuberoll_workers.environments.builtin.turn import Turn, batch_of, mean
@@ -110,7 +110,7 @@ class RewardModelEnvironment(EnvironmentInterface):
     def _message(self, message: ChatMessage) -> dict[str, str]:
         role, content = str(message["role"]), str(message["content"])
         if role == "assistant" and not self._config.thoughts:
-            content = after_thoughts(content).strip()
+            content = answer_of(message).strip()
         return {"role": role if role in _ROLES else "user", "content": harmless(content)}
 
     def _turn(self, score: float, model: str, state: Mapping[str, Any]) -> Turn:

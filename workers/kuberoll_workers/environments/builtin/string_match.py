@@ -12,8 +12,8 @@ from pydantic import Field
 
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.json_schema import is_json_of
-from kuberoll_workers.environments.builtin.responses import after_thoughts, last_block, last_boxed, last_tagged, legible
-from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Turn, grade
+from kuberoll_workers.environments.builtin.responses import last_block, last_boxed, last_tagged, legible
+from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Reply, Turn, grade
 from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
 
 MATCH_SECONDS = 1.0
@@ -87,9 +87,11 @@ class StringMatchEnvironment(GradedEnvironment):
         """See `EnvironmentInterface.check_row`."""
         self._matches("", metadata or {})
 
-    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+    def turn(self, reply: Reply, state: dict[str, Any]) -> Turn:
         """See `TurnEnvironment.turn`."""
-        part = self._part(after_thoughts(reply))
+        # A response that was cut off has not come to its end; what it has closed is complete.
+        unclosed = self._config.part in ("response", "lastLine")
+        part = None if unclosed and reply.truncated else self._part(reply)
         correct = self._matches(part or "", state) and part is not None
         return grade(correct, state, part)
 

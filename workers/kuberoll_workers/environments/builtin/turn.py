@@ -5,8 +5,10 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+from kuberoll_workers.data.messages import TRUNCATED
+from kuberoll_workers.data.thoughts import answer_of
 from kuberoll_workers.environments.interface import (
     ChatMessage,
     EnvironmentInterface,
@@ -14,6 +16,25 @@ from kuberoll_workers.environments.interface import (
     Metadata,
     UnusableRow,
 )
+
+
+class Reply(str):
+    """What a response says after its thoughts; empty if they never end.
+
+    Attributes:
+        truncated: True if it was cut off at its length limit, so that its last line, and a part of it that was not
+            closed, are no answers.
+        response: The whole response, for foreign code that reads thoughts itself; empty if they never end.
+    """
+
+    truncated: bool
+    response: str
+
+    def __new__(cls, text: str = "", *, truncated: bool = False, response: str | None = None) -> Self:
+        made = super().__new__(cls, text)
+        made.truncated = truncated
+        made.response = text if response is None else response
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +72,11 @@ class TurnEnvironment(EnvironmentInterface):
     """Base of environments that answer each episode of a batch by itself."""
 
     @abc.abstractmethod
-    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+    def turn(self, reply: Reply, state: dict[str, Any]) -> Turn:
         """Answer one reply of the policy.
 
         Args:
-            reply: The policy's newest text.
+            reply: What the policy's newest response says after its thoughts.
             state: The episode's metadata; must not be changed in place.
 
         Raises:
@@ -89,10 +110,12 @@ def grade(correct: bool, state: Mapping[str, Any], answer: str | None) -> Turn:
     )
 
 
-def reply_of(log: Sequence[ChatMessage]) -> str:
-    """The policy's newest text; empty if there is none."""
-    content = log[-1].get("content") if log else None
-    return content if isinstance(content, str) else ""
+def reply_of(log: Sequence[ChatMessage]) -> Reply:
+    """What the policy's newest response says after its thoughts; empty if there is none."""
+    if not log:
+        return Reply()
+    text = answer_of(log[-1])
+    return Reply(text, truncated=log[-1].get(TRUNCATED) is True, response=log[-1]["content"] if text else "")
 
 
 class Tagged(NamedTuple):

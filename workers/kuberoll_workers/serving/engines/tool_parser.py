@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from kuberoll_workers.data.thoughts import thoughts_end
 from kuberoll_workers.data.tool_calls import (
     InvalidCall,
     ToolCalls,
@@ -16,7 +17,6 @@ from kuberoll_workers.data.tool_calls import (
     parse_tool_calls,
     unreadable,
     with_text,
-    without_thoughts,
 )
 from kuberoll_workers.data.tools import Tool
 
@@ -49,6 +49,7 @@ class ToolParser:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UnusableParser(f"{where}: vLLM has no tool parser {name!r}{hint or '.'} It has {', '.join(names)}")
         self._class = ToolParserManager.get_tool_parser(name)
+        self._plain = name == "hermes"
         # A policy writes many calls that cannot be read, and some parsers log a traceback for each. Not by a level,
         # which vLLM resets when it configures its logging.
         for base in self._class.__mro__:
@@ -68,14 +69,19 @@ class ToolParser:
         """True if calls that a request demands are sampled as plain JSON, and not in the form that `parse` reads."""
         return bool(self._class.supports_required_and_named)
 
-    def parse(self, text: str, tools: Sequence[Tool]) -> ToolCalls:
+    def parse(self, text: str, tools: Sequence[Tool], *, thoughts: int | None = None, cut: bool = False) -> ToolCalls:
         """Calls in a response.
 
         Args:
             text: With special tokens, but the one that ended it.
             tools: Those that the policy may call: some parsers read arguments by their schemas.
+            thoughts, cut: See `parse_tool_calls`.
         """
-        whole, text = text, without_thoughts(text)
+        thoughts = thoughts_end(text, cut=cut) if thoughts is None else thoughts
+        if self._plain:
+            # The same form, read by position.
+            return parse_tool_calls(text, thoughts=thoughts, cut=cut)
+        before, text = text[:thoughts], text[thoughts:]
         try:
             found, content, beginnings = self._extract(text, tools)
         except Exception as error:
@@ -92,7 +98,7 @@ class ToolParser:
             # Random where the policy wrote none.
             calls.calls.append({**made, "id": call.id} if call.id and call.id in text else made)
         if found:
-            return limited(with_text(calls, whole, content or ""))
+            return limited(with_text(calls, before, content or ""))
         begun = any(beginning in text for beginning in beginnings)
         if begun or (content or "").strip() != text.strip():
             calls.invalid.extend(_unread(text))
@@ -116,7 +122,7 @@ def _no_traceback(record: logging.LogRecord) -> bool:
 
 def _unread(text: str) -> list[Any]:
     """Calls that a parser gave up on, with reasons where they are known."""
-    plain = parse_tool_calls(text)
+    plain = parse_tool_calls(text, thoughts=0)
     if not plain.invalid:
         return [unreadable(text, "it is not a call in the model's format", 0)]
     other = "another call of this response cannot be read, so none was made"

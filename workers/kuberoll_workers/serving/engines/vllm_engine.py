@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
+from kuberoll_workers.data.thoughts import ThoughtsReader
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from kuberoll_workers.data.tool_calls import ToolCalls
 from kuberoll_workers.data.weights.offers import Offer, OfferRefused, offer_of
 from kuberoll_workers.policy.interface import (
     EngineInfo,
@@ -216,6 +218,7 @@ class VLLMEngine:
         self._parser_name = tool_call_parser
         self._parser: ToolParser | None = None
         self._texts: HuggingFaceTokenizer | None = None
+        self._thoughts: ThoughtsReader | None = None
         self._revision = revision
         self._tokenizer_revision = tokenizer_revision
         self._engine: AsyncLLM | None = None
@@ -271,6 +274,7 @@ class VLLMEngine:
             )
             self._parser = await asyncio.to_thread(ToolParser, self._parser_name, tokenizer)
             self._texts = HuggingFaceTokenizer(tokenizer)
+            self._thoughts = ThoughtsReader(self._texts)
         arguments = engine_arguments(
             self._arguments,
             model=self._model,
@@ -352,8 +356,15 @@ class VLLMEngine:
         if request.tools is None or self._parser is None:
             return result
         # Regular expressions over a long response take milliseconds.
-        calls = await asyncio.to_thread(self._parser.parse, self._parsed_text(output), request.tools)
+        calls = await asyncio.to_thread(self._calls, output, request, cut=result.finish_reason == "length")
         return dataclasses.replace(result, tool_calls=calls)
+
+    def _calls(self, output: CompletionOutput, request: GenerationRequest, *, cut: bool) -> ToolCalls:
+        assert self._parser is not None
+        assert self._thoughts is not None
+        text = self._parsed_text(output)
+        thoughts = self._thoughts.end_in_marked(text, opened=self._thoughts.opened(request.token_ids), cut=cut)
+        return self._parser.parse(text, request.tools or (), thoughts=thoughts, cut=cut)
 
     def _parsed_text(self, output: CompletionOutput) -> str:
         """Text of a response for its parser: with special tokens, but the one that ended it."""

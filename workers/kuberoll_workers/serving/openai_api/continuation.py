@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from kuberoll_workers.data.tools import Tool, ToolCall
+from kuberoll_workers.data.tools import ToolCall
 from kuberoll_workers.serving.openai_api.token_chains import Chain, TokenChains, prefix_digests
 
 Continuity = Literal["new", "clean", "realigned", "forked"]
@@ -56,13 +56,16 @@ class Texts(NamedTuple):
         encode: Ids of a text, without added special tokens.
         end: Token that ends a message; None: unknown.
         read: Content of a response, and its calls of tools. Its arguments are the text; the tools that were declared,
-            by whose schemas some parsers read arguments; and the one that had to be called, as `Generated.demand`.
+            by whose schemas some parsers read arguments; the one that had to be called, as `Generated.demand`; whether
+            the prompt had opened thoughts (None: unknown); and whether the response was cut off.
+        opened: Whether ids that the model reads have opened thoughts that its response goes on with.
     """
 
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[str], array[int]]
     end: int | None
-    read: Callable[[str, Sequence[Tool], str | None], tuple[str, list[ToolCall]]]
+    read: Callable[..., tuple[str, list[ToolCall]]]
+    opened: Callable[[Sequence[int]], bool] | None = None
 
 
 class Continuation(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 import time
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from kuberoll_workers.data.thoughts import ThoughtsReader
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
-from kuberoll_workers.data.tool_calls import parse_tool_calls, without_thoughts
+from kuberoll_workers.data.tool_calls import parse_tool_calls
 from kuberoll_workers.data.tools import Tool, ToolCall
 from kuberoll_workers.policy.client import SESSION_HEADER
 from kuberoll_workers.policy.interface import PolicyUnavailable
@@ -254,11 +256,17 @@ def _texts(converter: HuggingFaceTokenizer, tokenizer: Any, tool_parser: str | N
 
         parser = ToolParser(tool_parser, tokenizer)
 
-    def read(text: str, tools: Sequence[Tool], demand: str | None) -> tuple[str, list[ToolCall]]:
+    thinking = ThoughtsReader(converter)
+
+    def read(
+        text: str, tools: Sequence[Tool], demand: str | None, opened: bool | None = None, cut: bool = False
+    ) -> tuple[str, list[ToolCall]]:
+        thoughts = thinking.end_in_marked(text, opened=opened, cut=cut)
         if demand is not None and parser is not None and parser.demands_plain:
-            calls = read_demanded(without_thoughts(text), demand)
+            calls = read_demanded(text[thoughts:], demand)
             return "" if calls else text.strip(), calls
-        found = parse_tool_calls(text) if parser is None else parser.parse(text, tools)
+        parse = parse_tool_calls if parser is None else functools.partial(parser.parse, tools=tools)
+        found = parse(text, thoughts=thoughts, cut=cut)
         if not found.calls or found.invalid:
             return text.strip(), []
         return (found.text or "").strip(), found.calls
@@ -268,6 +276,7 @@ def _texts(converter: HuggingFaceTokenizer, tokenizer: Any, tool_parser: str | N
         encode=converter.encode,
         end=tokenizer.eos_token_id,
         read=read,
+        opened=thinking.opened,
     )
 
 

@@ -40,7 +40,10 @@ def _trajectory(session: Session, number: int, path: Sequence[Segment], texts: T
         "session": session.identity,
         "path": number,
         **({"tools": list(tools)} if tools else {}),
-        "messages": [_message(session, segment, texts, tools, repeated.get(segment.call, ())) for segment in path],
+        "messages": [
+            _message(session, before, segment, texts, tools, repeated.get(segment.call, ()))
+            for before, segment in zip((None, *path), path, strict=False)
+        ],
         "turn_count": len(calls),
         "tokens": {"context": read, "generated": sampled},
         "finish_reason": calls[-1].sampled.finish_reason if calls else None,
@@ -54,7 +57,12 @@ def _trajectory(session: Session, number: int, path: Sequence[Segment], texts: T
 
 
 def _message(
-    session: Session, segment: Segment, texts: Texts, tools: Sequence[Tool], repeated: Sequence[ToolCall]
+    session: Session,
+    before: Segment | None,
+    segment: Segment,
+    texts: Texts,
+    tools: Sequence[Tool],
+    repeated: Sequence[ToolCall],
 ) -> dict[str, Any]:
     content = texts.decode(segment.token_ids)
     message = {
@@ -66,7 +74,14 @@ def _message(
         return message if segment.chat is None else {**message, "chat": list(segment.chat)}
     call: Call = session.tree.calls[segment.call]
     ended = segment.token_ids[-1] == texts.end
-    said, calls = texts.read(texts.decode(segment.token_ids[:-1]) if ended else content, tools, call.sampled.demand)
+    opened = None if before is None or texts.opened is None else texts.opened(before.token_ids)
+    said, calls = texts.read(
+        texts.decode(segment.token_ids[:-1]) if ended else content,
+        tools,
+        call.sampled.demand,
+        opened,
+        call.sampled.finish_reason == "length",
+    )
     return {
         **message,
         "logprobs": call.sampled.logprobs.tolist(),

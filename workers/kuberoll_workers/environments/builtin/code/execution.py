@@ -15,7 +15,7 @@ from kuberoll_workers.environments.builtin.code.formats import setup_of, tests_o
 from kuberoll_workers.environments.builtin.code.grading import Grade, UnusableTests, grade
 from kuberoll_workers.environments.builtin.code.tasks import generated_rows
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
-from kuberoll_workers.environments.builtin.turn import Turn, batch_of, reply_of
+from kuberoll_workers.environments.builtin.turn import Reply, Turn, batch_of, reply_of
 from kuberoll_workers.environments.interface import (
     ChatMessage,
     EnvironmentInterface,
@@ -141,9 +141,9 @@ class CodeExecutionEnvironment(EnvironmentInterface):
         tests_of(metadata or {})
         setup_of(metadata or {})
 
-    def _turn(self, reply: str, state: dict[str, Any], prepared: Any) -> Turn:
+    def _turn(self, reply: Reply, state: dict[str, Any], prepared: Any) -> Turn:
         tests, setup = prepared
-        code = program_of(reply)
+        code = program_of(reply, truncated=reply.truncated)
         if code is None or len(code) > self._config.max_characters:
             result = Grade(0, 1, "no program" if code is None else "the program is too long")
         else:

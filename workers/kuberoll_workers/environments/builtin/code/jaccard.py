@@ -10,7 +10,7 @@ from pydantic import Field
 from kuberoll_workers.environments.builtin.code.extraction import program_of
 from kuberoll_workers.environments.builtin.code.tasks import generated_rows, solution_of
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
-from kuberoll_workers.environments.builtin.turn import Turn, TurnEnvironment, mean
+from kuberoll_workers.environments.builtin.turn import Reply, Turn, TurnEnvironment, mean
 from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
 
 GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer", "canonical_solution")
@@ -63,10 +63,10 @@ class CodeJaccardEnvironment(TurnEnvironment):
         """See `EnvironmentInterface.check_row`."""
         _ground_truth(metadata or {})
 
-    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+    def turn(self, reply: Reply, state: dict[str, Any]) -> Turn:
         """See `TurnEnvironment.turn`."""
         truth = _ground_truth(state)
-        text = self._compared(reply)
+        text = self._compared(reply, truncated=reply.truncated)
         score = similarity(text, self._compared(truth)) if len(text) <= self._config.max_characters else 0.0
         word = "aligned" if score > ALIGNED else "misaligned"
         return Turn(
@@ -77,10 +77,10 @@ class CodeJaccardEnvironment(TurnEnvironment):
             answer=text.strip()[: self._config.max_characters],
         )
 
-    def _compared(self, text: str) -> str:
+    def _compared(self, text: str, *, truncated: bool = False) -> str:
         if not self._config.extract_code:
             return text
-        code = program_of(text)
+        code = program_of(text, truncated=truncated)
         return text if code is None else code
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:

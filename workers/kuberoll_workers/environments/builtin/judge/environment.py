@@ -15,7 +15,6 @@ from kuberoll_workers.environments.builtin.judge import prompts
 from kuberoll_workers.environments.builtin.judge.asking import Ask, AskingConfig, Judge, Label, NoVerdict, Text
 from kuberoll_workers.environments.builtin.judge.texts import shortened
 from kuberoll_workers.environments.builtin.judge.verdicts import Scale, VerdictForm
-from kuberoll_workers.environments.builtin.responses import after_thoughts
 from kuberoll_workers.environments.builtin.turn import Turn, batch_of, reply_of
 from kuberoll_workers.environments.interface import (
     ChatMessage,
@@ -140,7 +139,7 @@ class JudgeEnvironment(EnvironmentInterface):
         for state in states:
             self.check_row(state)
         items = [(log, reply_of(log), state) for log, state in zip(message_log_batch, states, strict=True)]
-        if not any(after_thoughts(reply).strip() for _, reply, _ in items):
+        if not any(reply.strip() for _, reply, _ in items):
             return batch_of([self._turn(state, EMPTY, self._config.empty, []) for _, _, state in items])
         async with self._judge.opened() as (ask, model):
             return batch_of(await asyncio.gather(*(self._judged(ask, model, *item) for item in items)))
@@ -152,7 +151,7 @@ class JudgeEnvironment(EnvironmentInterface):
     async def _judged(
         self, ask: Ask, model: str, log: Sequence[ChatMessage], reply: str, state: Mapping[str, Any]
     ) -> Turn:
-        response = after_thoughts(reply).strip()
+        response = reply.strip()
         if not response:
             return self._turn(state, EMPTY, self._config.empty, [])
         texts = self._judge.texts_of(log, state, response=response)

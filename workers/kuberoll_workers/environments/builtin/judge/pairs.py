@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from kuberoll_workers.data.plain import unicode_text
+from kuberoll_workers.data.thoughts import answer_of
 from kuberoll_workers.environments.builtin.config import parse_config
 from kuberoll_workers.environments.builtin.judge import prompts
 from kuberoll_workers.environments.builtin.judge.asking import Ask, AskingConfig, Judge, Label, NoVerdict, Text
 from kuberoll_workers.environments.builtin.judge.texts import shortened
-from kuberoll_workers.environments.builtin.responses import after_thoughts
 from kuberoll_workers.environments.builtin.turn import Turn, batch_of, mean
 from kuberoll_workers.environments.interface import (
     ChatMessage,
@@ -156,8 +156,8 @@ class JudgePairsEnvironment(EnvironmentInterface):
         ]
 
     def _text(self, member: GroupMember) -> str:
-        responses = [str(message["content"]) for message in member.messages if message["role"] == "assistant"]
-        text = after_thoughts(responses[-1]).strip() if responses else ""
+        responses = [message for message in member.messages if message["role"] == "assistant"]
+        text = answer_of(responses[-1]).strip() if responses else ""
         return shortened(unicode_text(text, "response"), self._config.max_characters)
 
     async def _compared(

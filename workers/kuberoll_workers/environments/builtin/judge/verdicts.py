@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from kuberoll_workers.environments.builtin.responses import after_thoughts
+from kuberoll_workers.data.thoughts import thoughts_end
 
 PATTERN_SECONDS = 1.0
 """Time limit of a regular expression; a text that needs more has no verdict."""
@@ -63,7 +63,7 @@ class Labels:
 
     def read(self, text: str) -> Verdict | None:
         """See `VerdictForm.read`."""
-        said = after_thoughts(text)
+        said = text[thoughts_end(text) :]
         ends = [(at + len(label), len(label), label) for label in self.scores if (at := said.rfind(label)) >= 0]
         if not ends:
             return None
@@ -96,7 +96,7 @@ class JsonLabels:
     def read(self, text: str) -> Verdict | None:
         """See `VerdictForm.read`."""
         try:
-            said = orjson.loads(after_thoughts(text))
+            said = orjson.loads(text[thoughts_end(text) :])
         except orjson.JSONDecodeError:
             return None
         label = said.get("verdict") if isinstance(said, dict) else None
@@ -125,7 +125,7 @@ class Scale:
         import regex
 
         try:
-            found = regex.findall(self.pattern, after_thoughts(text), timeout=PATTERN_SECONDS)
+            found = regex.findall(self.pattern, text[thoughts_end(text) :], timeout=PATTERN_SECONDS)
         except TimeoutError:
             return None
         try:

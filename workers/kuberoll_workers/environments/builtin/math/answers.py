@@ -27,7 +27,7 @@ from kuberoll_workers.environments.builtin.math.values import (
     read_value,
 )
 from kuberoll_workers.environments.builtin.question_process import CPU_SECONDS, LimitExceeded
-from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Turn, grade
+from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Reply, Turn, grade
 from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
 
 GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer")
@@ -104,13 +104,13 @@ class MathAnswersEnvironment(GradedEnvironment):
         if _stated_value(text) is None:
             raise UnusableRow(f"{_row_name(state)}metadata.ground_truth: {text[:80]!r} {_NOT_ONE_ANSWER}")
 
-    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+    def turn(self, reply: Reply, state: dict[str, Any]) -> Turn:
         """See `TurnEnvironment.turn`."""
         text = _ground_truth(state)
         truth = self._truth(text)
         if isinstance(truth, str):
             raise UnusableRow(f"{_row_name(state)}metadata.ground_truth: {text[:80]!r} {truth}")
-        answers = final_answers(reply[-self._config.max_characters :])
+        answers = final_answers(reply[-self._config.max_characters :], truncated=reply.truncated)
         try:
             correct = bool(answers) and all(is_right(truth, answer, self._algebra) for answer in answers)
         except LimitExceeded:

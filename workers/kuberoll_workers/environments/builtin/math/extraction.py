@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kuberoll_workers.environments.builtin.responses import HEDGES, RETRACTION, last_line, legible
+from kuberoll_workers.environments.builtin.responses import HEDGES, RETRACTION, last_line, legible, whole_lines
 
 MAX_ANSWER_CHARACTERS = 2000
 """Maximum length of a final answer; longer texts count as no answer."""
 
-_THOUGHT_END = "</think>"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{")
 _MARKER = re.compile(
     r"\b(?:answer|solution|result)\b[\s*_]{0,8}(?:(?:is|are|equals)\b[\s*_]{0,8}:?|:|=)", re.IGNORECASE
@@ -42,22 +41,28 @@ class Region:
     content: str
 
 
-def final_answers(response: str) -> list[str]:
+def final_answers(text: str, *, truncated: bool = False) -> list[str]:
     """The answers that a response commits to, in order.
 
     Boxes take precedence, then the part after `####`, then the part after "answer is" or "answer:", then the end of the
     last line. Boxes joined by "and", "or" or a comma form one list. Several boxes are several answers, all of which
     must be right, so boxing every candidate does not help.
 
+    Args:
+        text: What the response says after its thoughts.
+        truncated: The response was cut off: its last line is not complete, and only closed boxes are read there.
+
     Returns:
         Texts without delimiters; empty if the response has no answer.
     """
-    text = legible(response.rpartition(_THOUGHT_END)[2])
+    text = legible(text)
     if _BOX.search(text):
         return _boxed(text)
+    if truncated:
+        text = whole_lines(text)
     if (found := _after_marker(text)) is not None:
         return [found] if found else []
-    found = _end_of(last_line(text).strip(_EMPHASIS))
+    found = "" if truncated else _end_of(last_line(text).strip(_EMPHASIS))
     return [found] if found else []
 
 
