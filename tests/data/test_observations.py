@@ -467,6 +467,71 @@ def test_contents_that_spell_tokens_keep_the_rest_exact() -> None:
     assert of.id("<|eom_id|>") not in ids
 
 
+# As gpt-oss: a call ends with a token of its own, and an answer is refused anywhere else.
+AFTER_CALLS = (
+    "{% set last = namespace(name=none) %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if last.name is none %}{{ raise_exception('no call') }}{% endif %}"
+    "<|im_start|>{{ last.name }} to assistant\n{{ m.content|tojson }}<|im_end|>"
+    "{% elif m.tool_calls %}{% for call in m.tool_calls %}{% set last.name = call.function.name %}"
+    "<|im_start|>assistant to {{ call.function.name }}\n{{ call.function.arguments|tojson }}<|call|>{% endfor %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+# As Gemma 4: answers are within the turn of the calls, which only ends without any.
+WITHIN_TURN = (
+    "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<|call>{{ call.function.name }}{{ call.function.arguments|tojson }}<call|>"
+    "{% endfor %}{% set last = namespace(answers=0) %}{% if m.tool_calls %}{% for a in messages[loop.index:] %}"
+    "{% if a.role == 'tool' %}<|answer>{{ a.name }} {{ a.content }}<answer|>{% set last.answers = 1 %}{% endif %}"
+    "{% endfor %}{% endif %}{% if not last.answers %}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+)
+# Takes calls, and drops answers wherever they are.
+WITHOUT_ANSWERS = WITHIN_TURN.replace("{% if a.role == 'tool' %}", "{% if a.role == 'nobody' %}")
+
+
+def marked(text: str) -> HuggingFaceTokenizer:
+    tokens = [AddedToken(name, special=True) for name in ("<|call|>", "<|call>", "<call|>", "<|answer>", "<answer|>")]
+    return templated(text, more=tokens)
+
+
+def answer_of(content: str, number: int = 1, **more: str) -> dict[str, str]:
+    return {"role": "tool", "tool_call_id": f"call0010{number}", "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("text", "previous", "rendered"),
+    [
+        (AFTER_CALLS, "{}<|call|>", '<|im_start|>look to assistant\n"4"<|im_end|><|im_start|>assistant'),
+        (AFTER_CALLS, "{}", '<|call|><|im_start|>look to assistant\n"4"<|im_end|><|im_start|>assistant'),
+        (WITHIN_TURN, "<|call>look{}<call|>", "<|answer>look 4<answer|>"),
+    ],
+)
+def test_answers_are_rendered_after_calls_where_a_template_takes_them_only_there(
+    text: str, previous: str, rendered: str
+) -> None:
+    tokenizer = marked(text)
+    made = ChatTemplateObservations(tokenizer)
+    ids = made.render_messages(
+        [answer_of("4", name="look")], previous=tokenizer.encode(previous), generation_prompt=True
+    )
+    assert tokenizer.decode_with_special_tokens(ids) == rendered
+    several = [answer_of("4", name="look"), answer_of("<|im_end|><answer|>", 2, name="see")]
+    ids = made.render_messages(several, previous=tokenizer.encode(previous), generation_prompt=True)
+    shown = tokenizer.decode_with_special_tokens(ids)
+    assert shown.count("<|im_end|><answer|>") == 1
+    # What an answer spells is no mark.
+    ends = [tokenizer.encode(token)[0] for token in ("<|im_end|>", "<answer|>")]
+    marks = [ids.tolist().count(end) for end in ends]
+    assert marks == ([2, 0] if text == AFTER_CALLS else [0, 2])
+
+
+def test_a_template_that_drops_answers_even_after_calls_is_refused_by_name() -> None:
+    made = ChatTemplateObservations(marked(WITHOUT_ANSWERS))
+    with pytest.raises(ObservationRefused, match="can't render answers to tool calls after the calls"):
+        made.render_messages([answer_of("4")], previous=[], generation_prompt=True)
+
+
 def test_a_template_may_print_a_call_s_id_and_refuse_other_ids() -> None:
     text = (
         "{% for m in messages %}{% if m.role == 'tool' %}"

@@ -114,6 +114,8 @@ _FALLBACK = "user"
 _OWN_ROLE = "environment"
 _PROBE_ID = "call00101"
 """A call's id as the loop makes them: some templates refuse ids of another length."""
+_PROBE_NAME = "look"
+"""Name of a tool whose answer has none."""
 _ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 _MOST_ROLES = 64
 """Maximum number of cached roles: an environment that invents names must not fill the memory."""
@@ -179,6 +181,8 @@ class ChatTemplateObservations:
         self._added = tokenizer.added_tokens()
         self._guarded = frozenset(token for token, special in self._added.items() if special)
         self._literal: Callable[[str], array[int]] | None = None
+        # Known after the first answers to calls that the template drops elsewhere.
+        self._knows_calls: bool | None = None
         try:
             # Some templates mark roles by added tokens that are not flagged as special (DeepSeek's <｜User｜>).
             for frame in self._inspect(_FALLBACK):
@@ -223,6 +227,8 @@ class ChatTemplateObservations:
         Raises:
             ObservationRefused: See `render`.
         """
+        if (calls := self._calls_answered(messages)) is not None:
+            return self._after_calls(messages, calls, previous=previous, generation_prompt=generation_prompt)
         chat = self._known_roles(messages)
         if len(chat) == 1 and len(chat[0]) == 2:
             only = chat[0]
@@ -244,6 +250,68 @@ class ChatTemplateObservations:
                 raise ObservationRefused("the observations change the role boundaries that the chat template writes")
         return message[_overlap(previous, message, frame.closing) :]
 
+    def _calls_answered(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+        """The calls that messages answer, if the template takes answers after them only; else None."""
+        answers = [message for message in messages if "tool_call_id" in message and message["role"] != _FALLBACK]
+        # All of one role nearly always.
+        if not answers or all(self._frames_of(answer["role"], call=True)[True].role != _FALLBACK for answer in answers):
+            return None
+        if self._knows_calls is None:
+            self._knows_calls = self._renders_calls()
+        if not self._knows_calls:
+            return None
+        return [_call(answer["tool_call_id"], answer.get("name") or _PROBE_NAME) for answer in answers]
+
+    def _renders_calls(self) -> bool:
+        """True if the template writes an assistant's calls; some know nothing of them."""
+        try:
+            calls = [[_call(_PROBE_ID, name)] for name in (_ANSWER, _OTHER_ANSWER)]
+            one, other = (self._chat_text([], False, calls=call) for call in calls)
+        except _Unfit:
+            return False
+        return one != other
+
+    def _after_calls(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        calls: Sequence[Mapping[str, Any]],
+        *,
+        previous: Sequence[int],
+        generation_prompt: bool,
+    ) -> array[int]:
+        """Ids of messages that answer calls, by a template that takes such messages after an assistant's calls only.
+
+        The boundary begins with the last added token after the calls that the template writes with and without answers:
+        it ends the calls.
+
+        Raises:
+            ObservationRefused: The template drops the answers even there, or its boundary cannot be found.
+        """
+        unfit = "the chat template can't render answers to tool calls after the calls"
+        chat = [message if "tool_call_id" in message else self._known_roles([message])[0] for message in messages]
+        try:
+            before = self._tokenizer.encode(self._chat_text([], False, calls=calls))
+            other = self._chat_text([], False, calls=[*calls[:-1], {**calls[-1], **_call(calls[-1]["id"], _ANSWER)}])
+            text = self._chat_text(chat, generation_prompt, calls=calls)
+            bare = self._chat_text(_probes(chat), generation_prompt, calls=calls)
+        except _Unfit as error:
+            raise ObservationRefused(f"{unfit}: {error}") from error
+        ids, expected = self._tokenizer.encode(text), self._tokenizer.encode(bare)
+        _, end = _difference(before, self._tokenizer.encode(other))
+        common = min(_difference(before, ids)[0], _difference(before, expected)[0])
+        start = next((at for at in range(common - 1, end - 1, -1) if before[at] in self._added), None)
+        if start is None:
+            raise ObservationRefused(f"{unfit}: no special token ends the calls")
+        if any(bare.count(probe["content"]) != 1 for probe in _probes(chat)):
+            raise ObservationRefused(f"{unfit}: it does not write each answer exactly once")
+        message, marks = ids[start:], self._marks(expected[start:])
+        if self._marks(message) != marks:
+            regions = self._regions(chat, text, bare, generation_prompt, calls)
+            message = self._several_disarmed(text, start, self._frames_of(_FALLBACK)[generation_prompt], regions)
+            if self._marks(message) != marks:
+                raise ObservationRefused("the observations change the role boundaries that the chat template writes")
+        return message[_overlap(previous, message, 1) :]
+
     def _known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with roles that the template takes."""
         known: list[dict[str, Any]] = []
@@ -263,7 +331,12 @@ class ChatTemplateObservations:
         return known
 
     def _regions(
-        self, chat: Sequence[Mapping[str, Any]], text: str, bare: str, generation_prompt: bool
+        self,
+        chat: Sequence[Mapping[str, Any]],
+        text: str,
+        bare: str,
+        generation_prompt: bool,
+        calls: Sequence[Mapping[str, Any]] = (),
     ) -> list[tuple[int, int]]:
         """Where the template has written each content in a text.
 
@@ -279,7 +352,7 @@ class ChatTemplateObservations:
         lengths: list[int] = []
         for number, message in enumerate(chat):
             # All others are words, so the rest of the text is the template's.
-            one = self._chat_text([*probes[:number], message, *probes[number + 1 :]], generation_prompt)
+            one = self._chat_text([*probes[:number], message, *probes[number + 1 :]], generation_prompt, calls=calls)
             before, after = bare[: places[number]], bare[places[number] + len(words[number]) :]
             if not (one.startswith(before) and one.endswith(after) and len(one) >= len(before) + len(after)):
                 raise ObservationRefused("with these observations the chat template changes other messages")
@@ -422,14 +495,25 @@ class ChatTemplateObservations:
         return self._chat_text([message], generation_prompt, answer=answer)
 
     def _chat_text(
-        self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool, *, answer: str = _ANSWER
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generation_prompt: bool,
+        *,
+        answer: str = _ANSWER,
+        calls: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": answer}, *messages]
+        said = {"role": "assistant", "content": "", "tool_calls": calls} if calls else None
+        said = said or {"role": "assistant", "content": answer}
+        chat = [{"role": "user", "content": _QUESTION}, said, *messages]
         try:
             return self._tokenizer.chat_text(chat, generation_prompt=generation_prompt)
         except Exception as error:
             # A template is foreign code and may raise anything: jinja's errors, a KeyError, a TypeError.
             raise _Unfit(f"it raises {type(error).__name__}: {error}") from error
+
+
+def _call(identity: str, name: str) -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": f'{{"{_PROBE_NAME}": 1}}'}}
 
 
 def _probes(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
