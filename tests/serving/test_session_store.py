@@ -21,7 +21,7 @@ from kuberoll_workers.serving.sessions.trajectories import trajectories
 from tests.serving.test_session_tree import sampled
 
 TURNOVER = int(os.environ.get("KUBEROLL_TEST_SESSION_TURNOVER", "1000"))
-TEXTS = Texts(str, lambda _: token_array(), None, lambda text, tools, demand: (text, []))
+TEXTS = Texts(str, lambda _: token_array(), None, lambda text, *_: (text, []))
 
 
 class Clock:

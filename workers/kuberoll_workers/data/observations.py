@@ -502,8 +502,9 @@ class ChatTemplateObservations:
         answer: str = _ANSWER,
         calls: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        said = {"role": "assistant", "content": "", "tool_calls": calls} if calls else None
-        said = said or {"role": "assistant", "content": answer}
+        said: dict[str, Any] = {"role": "assistant", "content": "" if calls else answer}
+        if calls:
+            said["tool_calls"] = calls
         chat = [{"role": "user", "content": _QUESTION}, said, *messages]
         try:
             return self._tokenizer.chat_text(chat, generation_prompt=generation_prompt)
