@@ -28,7 +28,8 @@ def jsonl(rows: list[dict[str, Any]]) -> bytes:
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
     file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    columns = dict.fromkeys(key for row in rows for key in row)
+    pyarrow.parquet.write_table(pyarrow.table({name: [row.get(name) for row in rows] for name in columns}), file)
     return file.getvalue()
 
 
@@ -83,6 +84,36 @@ ROW = st.builds(
         idx=st.integers(0, 9),
     ),
 )
+_LEAF = {"type": "t", "default": 0.5, "enum": ["e"], "minimum": 1, "const": "c"}
+_FUNCTION = {
+    "name": "f",
+    "description": "d",
+    "parameters": {"type": "t", "properties": {"a": _LEAF, "b": _LEAF, "c": {"items": _LEAF}}, "required": ["a"]},
+    "strict": True,
+}
+# With all fields, because a table has no type for an object that is empty in all rows.
+FULL = {
+    "messages": [
+        {"role": "user", "content": "?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "name": "n",
+            "extra": {"a": 1},
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": {"a": 1, "b": "b", "c": {"d": "d"}}},
+                }
+            ],
+        },
+        {"role": "user", "content": "!"},
+    ],
+    "tools": [{"type": "function", "function": _FUNCTION, "note": "n"}],
+    "metadata": {"a": 1, "b": "b", "c": {"d": 1, "e": [1]}},
+    "idx": 1,
+}
 TEMPLATED = st.builds(
     lambda question, points, more: {"question": question, "points": points, **more}, TEXT, NUMBER, shaped(hint=TEXT)
 )
@@ -95,7 +126,7 @@ def facts(row: Row) -> Any:
 @settings(max_examples=examples(150), deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=5))
 def test_chats_tools_and_metadata_are_the_same_from_json_and_from_tables(rows: list[dict[str, Any]]) -> None:
-    given, other = read(jsonl(rows)), read(parquet(rows))
+    given, other = read(jsonl([FULL, *rows])), read(parquet([FULL, *rows]))
     assert list(map(facts, given)) == list(map(facts, other))
 
 

@@ -74,6 +74,26 @@ def already_plain(value: Any, where: str) -> Any:
     return value if _copied(value, MAX_BYTES)[0] else plain(value, where)
 
 
+def bare(value: Any) -> Any:
+    """What a JSON value means in every file format: without null fields, and with 1 for 1.0.
+
+    A table has nulls for missing fields, and floats for integers in a column with a float. An item of a list may be
+    null.
+
+    Raises:
+        TypeError: A number is not finite.
+    """
+    if isinstance(value, dict):
+        return {key: bare(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [bare(item) for item in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise TypeError(f"found {value}, which JSON does not have; use null instead")
+        return int(value) if value.is_integer() and abs(value) < 2**53 else value
+    return value
+
+
 def is_finite(value: object) -> TypeGuard[float]:
     """True for a number that a 64-bit float can hold: not NaN, not infinite, no integer beyond its range."""
     if type(value) is float:

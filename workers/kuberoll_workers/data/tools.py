@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kuberoll_workers.data.plain import NotPlain, plain, repr_of
+from kuberoll_workers.data.plain import NotPlain, bare, plain, repr_of
 
 Tool = dict[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`; `parameters` is a JSON schema."""
@@ -45,7 +45,8 @@ def checked_tools(tools: Any, where: str) -> list[Tool]:
     if len(tools) > MAX_TOOLS:
         raise InvalidTools(f"{where}: found {len(tools)} tools; at most {MAX_TOOLS} are taken")
     try:
-        copied = plain(list(tools), where, max_bytes=MAX_TOOLS_BYTES)
+        # A schema is the same from every file format, and a template writes it as it is.
+        copied = bare(plain(list(tools), where, max_bytes=MAX_TOOLS_BYTES))
     except NotPlain as error:
         raise InvalidTools(str(error)) from error
     checked = [_checked_tool(tool, f"{where}[{number}]") for number, tool in enumerate(copied)]
@@ -68,8 +69,6 @@ def _checked_tool(tool: Any, where: str) -> Tool:
     where = f"{where}.function" if nested else where
     if not isinstance(function, dict):
         raise InvalidTools(f"{where}: found {repr_of(function)}; it must be an object with a name")
-    # Chat templates test whether a field exists, not whether it is null.
-    function = {key: value for key, value in function.items() if value is not None}
     _check_name(function.get("name"), f"{where}.name")
     if not isinstance(function.get("description", ""), str):
         raise InvalidTools(f"{where}.description: found {repr_of(function['description'])}; it must be text")
@@ -96,7 +95,9 @@ def _checked_call(call: Any, where: str) -> ToolCall:
     _check_name(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments")
     try:
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str | None) else plain(arguments, where)
+        arguments = (
+            json.loads(arguments or "{}") if isinstance(arguments, str | None) else bare(plain(arguments, where))
+        )
     except ValueError as error:
         raise InvalidTools(f"{where}.function.arguments: {error}; they must be a JSON object") from error
     if not isinstance(arguments, dict):

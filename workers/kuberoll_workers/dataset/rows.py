@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from kuberoll_api.model.dataset import PromptTemplate
 from kuberoll_api.model.generation import Sampling
+from kuberoll_workers.data.plain import bare
 from kuberoll_workers.data.response_items import InvalidItem, messages_of_items
 from kuberoll_workers.data.tools import InvalidTools, Tool, checked_calls, checked_tools
 from kuberoll_workers.data.tracebacks import Traceback
@@ -180,6 +180,7 @@ def parse_row(
     if not isinstance(row, dict):
         raise DatasetError(f"{where}: found {_kind(row)}; a row is a JSON object")
     row = _plain_request(row, where)
+    content = canonical({key: value for key, value in row.items() if key not in _ROLLOUT_FIELDS}, where)
     form = _form(row, where, task_names) if not columns else _mapped_form(row, columns, where, task_names)
     messages = _prompt(form, row, where, template)
     if template is not None or columns:
@@ -189,13 +190,16 @@ def parse_row(
         raise DatasetError(
             f"{where}: {form.source_names.get('metadata', 'metadata')}: found {_kind(metadata)}; it must be an object"
         )
+    if metadata is not None and not isinstance(row.get("responses_create_params"), dict):
+        # Gym's servers may demand fields that are null.
+        metadata = bare(metadata)
     task_id = _task_id(form, where)
     sampling = _sampling(form, where)
     seed = sampling.pop("seed", None)
     task_name = _task_name(form, where, task_names, default_task, gym_agents)
     return Row(
         place=place,
-        content=canonical({key: value for key, value in row.items() if key not in _ROLLOUT_FIELDS}, where),
+        content=content,
         task_id=task_id,
         task_name=task_name,
         messages=messages,
@@ -252,22 +256,10 @@ def canonical(value: Any, where: str) -> bytes:
         text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
         # Nulls (NaN is written as null, too) and whole floats are visible in the text; most rows have neither.
         if b"null" in text or b".0" in text:
-            return orjson.dumps(_bare(value), option=orjson.OPT_SORT_KEYS)
+            return orjson.dumps(bare(value), option=orjson.OPT_SORT_KEYS)
         return text
     except (TypeError, RecursionError) as error:
         raise DatasetError(f"{where}: the row cannot be written as JSON: {error}") from error
-
-
-def _bare(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _bare(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_bare(item) for item in value]
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise TypeError(f"found {value}, which JSON does not have; use null instead")
-        return int(value) if value.is_integer() and abs(value) < 2**53 else value
-    return value
 
 
 def _form(
@@ -523,7 +515,8 @@ def _checked_message(message: Any, source_name: str) -> dict[str, Any]:
     if not isinstance(role, str):
         raise DatasetError(f"{source_name}: a message is an object with a role and a content, texts")
     # Chat templates test whether a field exists, not whether it is null.
-    given = {key: value for key, value in message.items() if value is not None}
+    given = {key: value if key in ("content", "tool_calls") else bare(value) for key, value in message.items()}
+    given = {key: value for key, value in given.items() if value is not None}
     # OpenAI's newer name for system; templates that do not know it silently drop the message.
     given["role"] = "system" if role == "developer" else role
     calls = given.pop("tool_calls", None)
@@ -583,7 +576,7 @@ def _prompt(form: _Form, row: Mapping[str, Any], where: str, template: PromptTem
 
 def _fill(text: str, row: Mapping[str, Any], where: str) -> str:
     try:
-        return string.Formatter().vformat(text, (), row)
+        return string.Formatter().vformat(text, (), bare(row))
     except KeyError as error:
         raise DatasetError(
             f"{where}: the job's promptTemplate uses {{{error.args[0]}}}, which this row does not have; "
