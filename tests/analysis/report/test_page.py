@@ -168,7 +168,7 @@ def test_the_keyboard_alone(opened: Open) -> None:
 def test_nothing_that_was_generated_is_markup(opened: Open) -> None:
     evil = '</script><!--<script><img src=x onerror="window.hacked=1"><style>*{display:none}</style>&lt;b&gt;\u2028'
     shown = evil.replace("\u2028", "⟨U+2028⟩")
-    messages = [message("user", evil, 0), message(evil[:30], evil, 1)]
+    messages = [message("user", evil, 0), message("assistant", evil, 1), message(evil[:30], evil, 1)]
     one = trajectory(0, environment=evil, messages=messages)
     one.metadata, one.idx, one.answer, one.reward_parts = {evil: evil}, evil, evil, {evil: [1.0]}
     bad = failure(1, environment="other")
