@@ -231,6 +231,15 @@ def test_special_tokens_that_qwen_s_files_do_not_name_are_the_class_s(tmp_path: 
     same(found, tmp_path)
 
 
+def test_an_added_token_may_be_in_qwen_s_vocabulary_too(tmp_path: Path) -> None:
+    path = qwen(tmp_path) / "tokenizer.json"
+    first = json.loads(path.read_text())["added_tokens"][0]
+    change(path, "model", "vocab", first["content"], value=first["id"])
+    found = read_tokenizer(tmp_path)
+    assert found is not None
+    same(found, tmp_path)
+
+
 @pytest.mark.parametrize("listed", [{}, {"0": 1}, ["<|im_end|>"]])
 def test_added_tokens_that_qwen_s_configuration_does_not_list_are_left_to_transformers(
     listed: Any, tmp_path: Path
@@ -261,8 +270,6 @@ def change(path: Path, *keys: str | int, value: Any) -> None:
         (("model", "byte_fallback"), True),
         (("model", "ignore_merges"), True),
         (("added_tokens", 0, "lstrip"), True),
-        # There is a gap before its id, where the class would put it.
-        (("added_tokens", -1, "id"), 5000),
     ],
     ids=str,
 )

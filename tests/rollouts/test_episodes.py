@@ -147,8 +147,10 @@ async def test_stop_strings_of_a_reset_are_those_of_the_first_turn(tmp_path: Pat
         stops.append(request.sampling.stop)
         return "end"
 
-    await play("Rooms", tmp_path, [row()], reply=reply)
+    metrics = RolloutMetrics("test")
+    await play("Rooms", tmp_path, [row()], reply=reply, metrics=metrics)
     assert stops == [("!",)]
+    assert counts(metrics, "kuberoll_episodes") == 1
 
 
 async def test_a_prompt_group_begins_with_one_seed(tmp_path: Path) -> None:

@@ -293,7 +293,9 @@ class Worker:
             group_order=flight.order,
             messages=[
                 Message("user", "p", token_array([1])),
-                Message("assistant", "a", ids, scores, 1, [(str(flight.version), 0, 1), (str(newest), 1, 2)]),
+                Message(
+                    "assistant", "a", ids, scores, 1, [(str(flight.version), 0, 1), (str(newest), 1, 2)], sampled=True
+                ),
             ],
             turn_count=1,
         )
