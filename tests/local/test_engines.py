@@ -17,7 +17,10 @@ import pytest
 from kuberoll_api.contract import ServeArgs
 from kuberoll_workers.local import engines
 from kuberoll_workers.local.engines import EngineExists, ServedEngine
+from kuberoll_workers.local.generation import served_endpoint
+from kuberoll_workers.local.preflight import JobRefused
 from kuberoll_workers.policy.auth import Tokens
+from tests.trainer.on_policy import job as paced
 
 ARGS = ServeArgs(model="/m", tokenizer="/m", engine="VLLM", engine_args={"dtype": "float32", "max_model_len": 512})
 
@@ -115,3 +118,12 @@ def test_a_claim_made_while_another_one_ends_holds_the_file_that_is_there() -> N
         thread.join()
     assert published
     assert all(published), f"{published.count(False)} of {len(published)} were not found"
+
+
+def test_a_run_starts_no_second_engine_while_that_of_its_name_is_starting() -> None:
+    job = paced()
+    with engines.claim(job.metadata.name):
+        with pytest.raises(JobRefused, match="that is starting, or ending: run again when it says where"):
+            served_endpoint(job, ARGS, None)
+        assert served_endpoint(job, ARGS, "none") is None
+    assert served_endpoint(job, ARGS, None) is None

@@ -143,6 +143,22 @@ def find(name: str) -> ServedEngine | None:
     return _read(engines_directory() / _FILE.format(name=name))
 
 
+def is_claimed(name: str) -> bool:
+    """True if a process serves an engine for the job of this name, starts one, or ends one."""
+    path = engines_directory() / _FILE.format(name=name)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def find_by_url(url: str) -> ServedEngine | None:
     """The engine that serves at this URL; None: none of this user's does."""
     engines = (_read(path) for path in sorted(engines_directory().glob(_FILE.format(name="*"))))

@@ -323,6 +323,11 @@ def served_endpoint(job: RolloutJob, args: ServeArgs, endpoint: str | None) -> S
     name = job.metadata.name
     engine = engines.find(name) if endpoint is None else engines.find_by_url(endpoint)
     if engine is None:
+        if endpoint is None and engines.is_claimed(name):
+            raise JobRefused(
+                f"kuberoll serve has an engine for the job {name!r} that is starting, or ending: run again when it "
+                "says where it serves or has ended, or start an engine of this run's own with --endpoint none"
+            )
         if endpoint is None:
             return None
         url = endpoint.rstrip("/").removesuffix("/v1")
