@@ -6,10 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kuberoll_workers.data.tool_calls import ToolCalls
+from kuberoll_workers.serving.engines.payloads import hidden, shown
 from kuberoll_workers.serving.engines.tool_parser import ToolParser, UnusableParser
-from tests.data.support import model
+from tests.data.support import byte_level, model, wrap
+from tests.examples import examples
 
 pytestmark = pytest.mark.slow
 
@@ -77,12 +81,15 @@ def test_a_call_that_the_parser_gives_up_on_is_invalid() -> None:
     found = parser("hermes").parse("<tool_call>{add}</tool_call>", [ADD])
     assert (found.calls, [call.text for call in found.invalid]) == ([], ["{add}"])
     assert found.invalid[0].error.startswith("it is not JSON: Expecting property name")
-    # vLLM then reads none of the others.
     found = parser("hermes").parse(f"{good}<tool_call>{{add}}</tool_call>", [ADD])
+    assert calls(found) == [("add", {"a": 1})]
+    assert [call.text for call in found.invalid] == ["{add}"]
+    # vLLM's own for the same tags then reads none of the others.
+    found = ToolParser("granite4", marked()).parse(f"{good}<tool_call>{{add}}</tool_call>", [ADD])
     assert found.calls == []
     assert [call.error[:35] for call in found.invalid] == [
-        "it is not JSON: Expecting property ",
         "another call of this response canno",
+        "it is not JSON: Expecting property ",
     ]
     found = parser("hermes").parse('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [ADD])
     assert [call.error for call in found.invalid] == ["the arguments must be a JSON object"]
@@ -105,3 +112,96 @@ def test_an_unusable_parser_is_refused_when_the_engine_starts(name: str, message
     with pytest.raises(UnusableParser) as caught:
         parser(name)
     assert str(caught.value).startswith(f"spec.generation.toolCallParser: {message}")
+
+
+# Marks of all families' calls, as a payload may have them.
+MARKS = [
+    "<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
+    "<function=", "</function>", "<parameter=", "</parameter>", "</invoke>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+    "<|tool_call_end|>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<seed:tool_call>", "</seed:tool_call>",
+    "<|tool_call>", "<tool_call|>", "<|action_end|>", "<longcat_tool_call>", "</longcat_tool_call>", "</think>",
+    "</minimax:tool_call>", "```", "}", "]", "{", "[", "'", ")]", '<|"|>', "</function>\n</tool_call>",
+]  # fmt: skip
+
+
+def marked() -> Any:
+    """A tokenizer that has the tokens of all families."""
+    return wrap(
+        byte_level(["<|im_start|>", "<|im_end|>", *MARKS, "<minimax:tool_call>", "<|tool_call_argument_begin|>"]), None
+    )
+
+
+def tagged(values: dict[str, str], form: str) -> str:
+    return "".join(form.format(name, value) for name, value in values.items())
+
+
+# How a family writes a call of `run`, around it, and between several; None: it writes one.
+FORMS: dict[str, Any] = {
+    "llama3_json": lambda a: json.dumps({"name": "run", "parameters": a}),
+    "mistral": lambda a: "[TOOL_CALLS]run" + json.dumps(a),
+    "qwen3_coder": lambda a: "<tool_call>\n<function=run>\n" + tagged(a, "<parameter={}>\n{}\n</parameter>\n")
+    + "</function>\n</tool_call>",
+    "glm47": lambda a: "<tool_call>run\n" + tagged(a, "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n")
+    + "</tool_call>",
+    "kimi_k2": lambda a: "<|tool_calls_section_begin|><|tool_call_begin|>functions.run:0<|tool_call_argument_begin|>"
+    + json.dumps(a) + "<|tool_call_end|><|tool_calls_section_end|>",
+    "internlm": lambda a: "<|action_start|><|plugin|>" + json.dumps({"name": "run", "parameters": a})
+    + "<|action_end|>",
+    "jamba": lambda a: "<tool_calls>" + json.dumps([{"name": "run", "arguments": a}]) + "</tool_calls>",
+    "granite4": lambda a: "<tool_call>\n" + json.dumps({"name": "run", "arguments": a}) + "\n</tool_call>",
+    "longcat": lambda a: "<longcat_tool_call>" + json.dumps({"name": "run", "arguments": a}) + "</longcat_tool_call>",
+    "phi4_mini_json": lambda a: "functools" + json.dumps([{"name": "run", "arguments": a}]),
+    "seed_oss": lambda a: "<seed:tool_call>\n<function=run>\n" + tagged(a, "<parameter={}>{}</parameter>\n")
+    + "</function>\n</seed:tool_call>",
+    "minimax_m2": lambda a: '<minimax:tool_call>\n<invoke name="run">\n'
+    + tagged(a, '<parameter name="{}">{}</parameter>\n') + "</invoke>\n</minimax:tool_call>",
+    "gemma4": lambda a: "<|tool_call>call:run{" + ",".join(f'{n}:<|"|>{v}<|"|>' for n, v in a.items())
+    + "}<tool_call|>",
+}  # fmt: skip
+RUN = {
+    "type": "function",
+    "function": {"name": "run", "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}}},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_may_have_any_mark_in_its_arguments(name: str) -> None:
+    made = ToolParser(name, marked())
+    for mark in MARKS:
+        values = {"cmd": f"echo {mark} end", "more": "x"}
+        found = made.parse(FORMS[name](values), [RUN], thoughts=0)
+        assert calls(found) == [("run", values)], mark
+        assert found.invalid == []
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_cut_makes_no_call_that_is_not_whole(name: str) -> None:
+    made = ToolParser(name, marked())
+    values = {"cmd": "echo </function></tool_call></invoke> 12", "more": "x"}
+    text = FORMS[name](values)
+    for at in range(1, len(text) + 1):
+        found = calls(made.parse(text[:at], [RUN], thoughts=0, cut=True))
+        assert found in ([], [("run", values)]), text[:at]
+    assert made.parse(text, [RUN], thoughts=0).calls
+
+
+def test_brackets_of_a_value_are_the_parser_s() -> None:
+    wanted = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
+        "a": {"type": "array"}, "b": {"type": "object"}}}}}  # fmt: skip
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=a>\n[1, [2]]\n</parameter>\n"
+        '<parameter=b>\n{"c": "<d>"}\n</parameter>\n</function>\n</tool_call>'
+    )
+    found = ToolParser("qwen3_coder", marked()).parse(text, [wanted], thoughts=0)
+    assert calls(found) == [("f", {"a": [1, [2]], "b": {"c": "<d>"}})]
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.sampled_from([*MARKS, '"', "\\", "x", "\n", ",", "\ue0f0"]), max_size=12).map("".join))
+def test_what_is_hidden_is_shown_again_and_has_its_length(text: str) -> None:
+    assert len(hidden(text)) == len(text)
+    if "\ue0f0" not in text:
+        assert shown(hidden(text)) == text
+    else:
+        assert hidden(text) == text

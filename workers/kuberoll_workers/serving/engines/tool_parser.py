@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from kuberoll_workers.data.tool_calls import (
     with_text,
 )
 from kuberoll_workers.data.tools import Tool
+from kuberoll_workers.serving.engines.payloads import ended_calls, hidden, shown
 
 # The parsers' own names for the text that begins a call; those built on vLLM's parser engine drop it from the content.
 _BEGINNINGS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "bot_string", "tc_start")
@@ -82,27 +84,40 @@ class ToolParser:
             # The same form, read by position.
             return parse_tool_calls(text, thoughts=thoughts, cut=cut)
         before, text = text[:thoughts], text[thoughts:]
+        masked = hidden(text)
         try:
-            found, content, beginnings = self._extract(text, tools)
+            found, content, beginnings = self._extract(masked, tools)
+            whole = self._whole(found, masked, tools) if cut else len(found)
         except Exception as error:
             # A parser may stumble over anything that a policy writes.
             return ToolCalls(invalid=[unreadable(text, f"it cannot be read: {type(error).__name__}: {error}", 0)])
         calls = ToolCalls()
-        for call in found:
+        for number, call in enumerate(found):
             function = call.function
             try:
-                made = checked_call(function.name, function.arguments)
+                if number >= whole:
+                    raise InvalidCall("the response was cut off within it")
+                made = checked_call(shown(function.name), _arguments(function.arguments))
             except InvalidCall as error:
-                calls.invalid.append(unreadable(f"{function.name}: {function.arguments}", str(error), len(calls)))
+                written = shown(f"{function.name}: {function.arguments}")
+                calls.invalid.append(unreadable(written, str(error), len(calls)))
                 continue
             # Random where the policy wrote none.
             calls.calls.append({**made, "id": call.id} if call.id and call.id in text else made)
+        content = None if content is None else shown(content)
         if found:
             return limited(with_text(calls, before, content or ""))
         begun = any(beginning in text for beginning in beginnings)
         if begun or (content or "").strip() != text.strip():
             calls.invalid.extend(_unread(text))
         return calls
+
+    def _whole(self, found: Sequence[Any], masked: str, tools: Sequence[Tool]) -> int:
+        """Number of the calls that a response has made before it was cut off; parsers complete the last one."""
+        # Nothing that follows a whole call changes it.
+        same = _common(found, self._extract(f"{masked}x", tools)[0])
+        ended = ended_calls(masked)
+        return same if ended is None else min(same, ended)
 
     def _extract(self, text: str, tools: Sequence[Tool]) -> tuple[list[Any], str | None, list[str]]:
         """Calls, the text beside them, and what begins a call."""
@@ -114,6 +129,29 @@ class ToolParser:
         beginnings = [getattr(parser, name, None) for name in _BEGINNINGS]
         calls = list(information.tool_calls) if information.tools_called else []
         return calls, information.content, [found for found in beginnings if isinstance(found, str) and found]
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of calls at the beginning that are the same."""
+    same = (
+        (a.function.name, a.function.arguments) == (b.function.name, b.function.arguments)
+        for a, b in zip(one, other, strict=False)
+    )
+    return next((number for number, is_same in enumerate(same) if not is_same), min(len(one), len(other)))
+
+
+def _arguments(text: Any) -> Any:
+    """A call's arguments as a parser returned them, with the marks of tags again.
+
+    Raises:
+        InvalidCall: They are not JSON.
+    """
+    if not isinstance(text, str) or not text.strip():
+        return text
+    try:
+        return shown(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise InvalidCall(f"the arguments are not JSON: {error}") from error
 
 
 def _no_traceback(record: logging.LogRecord) -> bool:
