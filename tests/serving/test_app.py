@@ -75,6 +75,35 @@ async def test_openai_s_routes_are_there_too(simulated_host: ServingHost) -> Non
             assert response.status == 404
 
 
+@pytest.mark.parametrize("direct", [True, False])
+async def test_bodies_that_do_not_arrive_keep_nobody_out(simulated_host: ServingHost, direct: bool) -> None:
+    async with ServeClient(simulated_host.url, limit=64) as endpoint:
+        urls = [url for _, url in await endpoint.replicas()] if direct else [simulated_host.url]
+        head = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n{"
+        # More than a replica works on at once.
+        held = [await asyncio.open_connection("127.0.0.1", int(urls[0].rpartition(":")[2])) for _ in range(1_200)]
+        try:
+            for _, writer in held:
+                writer.write(head)
+            async with ServeClient(urls[0], limit=64) as client:
+                await asyncio.gather(*(client.generate(request(1, 2, n, session=f"s{n}")) for n in range(100)))
+                await client.check_health()
+            reader, _ = held[-1]
+            # It still waits: the others were not answered after it.
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.01)
+        finally:
+            for _, writer in held:
+                writer.transport.abort()
+
+
+async def test_a_websocket_is_refused(simulated_host: ServingHost) -> None:
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect(f"{simulated_host.url}/v1/realtime")
+    assert refused.value.status == 403
+
+
 async def test_nobody_listens_where_other_machines_reach_it(simulated_host: ServingHost) -> None:
     listening = {
         (process.name(), connection.laddr.ip)

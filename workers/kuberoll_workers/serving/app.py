@@ -29,9 +29,11 @@ from kuberoll_workers.policy.auth import AccessDenied, authorize, take_tokens
 from kuberoll_workers.policy.client import LOAD_HEADER
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.serving import controller
+from kuberoll_workers.serving.arrivals import Calls
 from kuberoll_workers.serving.bodies import BodyRefused, read_body
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
 from kuberoll_workers.serving.engines.registry import ENGINES
+from kuberoll_workers.serving.entrance import Entrance, Rules
 from kuberoll_workers.serving.executor import BoundedExecutor
 from kuberoll_workers.serving.openai_api import OpenAIRoutes
 from kuberoll_workers.serving.publications import Publications, VersionTaken
@@ -108,6 +110,14 @@ class GenerationServer:
             executor=self._executor,
         )
         self._sessions = SessionRoutes(self._openai, replica=self._id, address=self._own_address)
+        self._loop = asyncio.get_running_loop()
+        rules = Rules(
+            authorize=self._authorize,
+            session=self._sessions.called,
+            health=self._health_from_entrance,
+            calls=Calls(self._args.max_ongoing_requests),
+        )
+        controller.wrap_requests(Entrance, rules=rules)
         self._begun = False
         self._ongoing = 0
         self._calls: set[asyncio.Task[Any]] = set()
@@ -242,6 +252,10 @@ class GenerationServer:
         except PolicyUnavailable as error:
             return _error(503, "PolicyUnavailable", str(error))
         return _json(200, {"status": "ok"})
+
+    async def _health_from_entrance(self) -> Response:
+        # Serve runs this class in a loop of its own thread, and the entrance in its own.
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._healthz(), self._loop))
 
     async def _show_weights(self) -> Response:
         application = self._args.application

@@ -101,6 +101,25 @@ def bind_to_loopback() -> None:
         replica.add_port_to_grpc_server = lambda server, _: bind(server, "127.0.0.1:0")
 
 
+def wrap_requests(middleware: type, **options: Any) -> None:
+    """Have all requests at this replica's own port pass through an ASGI middleware before Serve gives them a place.
+
+    Serve takes middlewares only from an environment variable, which would have to be set on every node. Call it while
+    the replica is constructed.
+    """
+    from ray.serve._private import replica
+    from starlette.middleware import Middleware
+
+    configure = replica.configure_http_middlewares
+
+    def configured(given: Any) -> Any:
+        found = configure(given)
+        found.middlewares.append(Middleware(middleware, **options))
+        return found
+
+    replica.configure_http_middlewares = configured
+
+
 async def running_replicas(application: str) -> list[RunningReplica]:
     """The replicas of an application; empty if Serve gives them no ports, as without HAProxy."""
     from ray.serve._private.constants import RAY_SERVE_ENABLE_DIRECT_INGRESS

@@ -20,8 +20,20 @@ _PORTS: Sequence[int] = range(20_000, 30_000)
 
 _IANA_EPHEMERAL_PORTS = range(49_152, 65_536)
 
+HAPROXY_CONNECTIONS = 4096
+"""Connections that HAProxy takes at least, as Serve configures it."""
+
 HAPROXY_OPEN_FILES = 10_276
-"""Open files that HAProxy needs for the 4,096 connections that Serve configures; with fewer it does not start."""
+"""Open files that HAProxy needs for these; with fewer it does not start."""
+
+_MORE_CONNECTIONS = 16_384
+
+
+def haproxy_connections() -> int:
+    """Connections for HAProxy to take: so many that some thousand idle ones keep nobody out, if open files allow it."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    needed = HAPROXY_OPEN_FILES * _MORE_CONNECTIONS // HAPROXY_CONNECTIONS
+    return _MORE_CONNECTIONS if allowed == resource.RLIM_INFINITY or allowed >= needed else HAPROXY_CONNECTIONS
 
 
 def haproxy_problem() -> str | None:
@@ -69,13 +81,17 @@ def serve_environment(routing: str, scratch: Path, ports: Iterable[int], *, hapr
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     }
     if not haproxy:
-        return common
+        return common | {
+            # Its proxy passes requests on before they have arrived.
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "kuberoll_workers.serving.entrance:proxy_middlewares",
+        }
     metrics, stats, fallback = ports
     return common | {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         # The default of half a minute is too short on a busy machine.
         "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": f"hdr({SESSION_HEADER})" if routing == "Session" else "leastconn",
+        "RAY_SERVE_HAPROXY_MAXCONN": str(haproxy_connections()),
         # Adding or removing a replica reloads HAProxy, which then ends requests older than this.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
         # Wait of a stopping replica for proxies to learn of it; the one proxy here learns of it at once.

@@ -12,64 +12,73 @@ import shlex
 from pathlib import Path
 from typing import Any, Final
 
-HEADER_SECONDS: Final = 30.0
+HEADER_SECONDS: Final = 10.0
 """Time limit for the headers of a request, from the start of the connection or the first byte of the request."""
 
+MAX_HEADS: Final = 4096
+"""Connections of one process whose headers are awaited; beyond it the oldest are closed early."""
 
-def limit_headers(seconds: float = HEADER_SECONDS) -> None:
+# Connections that came together are read one after the other: none of them is late yet.
+_EARLY_SECONDS: Final = 1.0
+
+
+def limit_headers(seconds: float = HEADER_SECONDS, *, most: int = MAX_HEADS) -> None:
     """Make this process's HTTP servers close connections whose request headers do not arrive in time."""
     import uvicorn.protocols.http.auto as auto
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     for protocol in {auto.AutoHTTPProtocol, H11Protocol}:
-        _limit(protocol, seconds)
+        _limit(protocol, seconds, most)
 
 
-def _limit(protocol: Any, seconds: float) -> None:
+def _limit(protocol: Any, seconds: float, most: int = MAX_HEADS) -> None:
+    # The oldest first, with the time since when.
+    awaited: dict[Any, float] = {}
+
+    def watch(connection: Any) -> None:
+        if not _awaits_head(connection):
+            stop(connection)
+        elif connection not in awaited and not connection.transport.is_closing():
+            # The timer is not restarted with each byte, so that a byte every few seconds does not keep the connection.
+            connection.kuberoll_head = connection.loop.call_later(seconds, close, connection)
+            now = awaited[connection] = connection.loop.time()
+            while len(awaited) > most and now - awaited[oldest := next(iter(awaited))] >= _EARLY_SECONDS:
+                stop(oldest)
+                oldest.transport.abort()
+
+    def stop(connection: Any) -> None:
+        if awaited.pop(connection, None) is not None:
+            connection.kuberoll_head.cancel()
+
+    def close(connection: Any) -> None:
+        awaited.pop(connection, None)
+        if _awaits_head(connection):
+            connection.transport.abort()
+
     made, received, lost = protocol.connection_made, protocol.data_received, protocol.connection_lost
 
     @functools.wraps(made)
     def connection_made(self: Any, transport: asyncio.Transport) -> None:
         made(self, transport)
-        _watch(self, seconds)
+        watch(self)
 
     @functools.wraps(received)
     def data_received(self: Any, data: bytes) -> None:
         received(self, data)
-        _watch(self, seconds)
+        watch(self)
 
     @functools.wraps(lost)
     def connection_lost(self: Any, exc: Exception | None) -> None:
-        _stop(self)
+        stop(self)
         lost(self, exc)
 
     protocol.connection_made, protocol.data_received = connection_made, data_received
     protocol.connection_lost = connection_lost
 
 
-def _watch(connection: Any, seconds: float) -> None:
-    if not _awaits_head(connection):
-        _stop(connection)
-    elif getattr(connection, "kuberoll_head", None) is None and not connection.transport.is_closing():
-        # The timer is not restarted with each byte, so that a byte every few seconds does not keep the connection.
-        connection.kuberoll_head = connection.loop.call_later(seconds, _close, connection)
-
-
 def _awaits_head(connection: Any) -> bool:
     cycle = connection.cycle
     return cycle is None or bool(cycle.response_complete)
-
-
-def _stop(connection: Any) -> None:
-    if (timer := getattr(connection, "kuberoll_head", None)) is not None:
-        timer.cancel()
-    connection.kuberoll_head = None
-
-
-def _close(connection: Any) -> None:
-    connection.kuberoll_head = None
-    if _awaits_head(connection):
-        connection.transport.abort()
 
 
 def write_haproxy_launcher(path: Path, program: str, *, local_ports: tuple[int, ...]) -> Path:

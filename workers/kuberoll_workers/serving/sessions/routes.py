@@ -43,6 +43,13 @@ class SessionRoutes:
         """True if a token is that of the session to which a path belongs."""
         return self._sessions.opens(_parts(path)[0], token)
 
+    def called(self, path: str) -> str | None:
+        """The open session to which a call of a path belongs; None: there is none, or it is no call."""
+        if not path.startswith(PREFIX + "/"):
+            return None
+        identity, inner = _parts(path)
+        return identity if inner and self._sessions.is_open(identity) else None
+
     async def handle(self, request: Request, path: str) -> Response | None:
         """Respond to a request; None if it is for another route."""
         if path != PREFIX and not path.startswith(PREFIX + "/"):

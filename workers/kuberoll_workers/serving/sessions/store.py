@@ -282,6 +282,10 @@ class Sessions:
             self._close(session)
         return session
 
+    def is_open(self, identity: str) -> bool:
+        """True if there is an open session of an id."""
+        return identity in self._open
+
     def opens(self, identity: str, token: str) -> bool:
         """True if a token is that of a session, open or closed."""
         session = self._open.get(identity) or self._closed.find(identity)

@@ -1,0 +1,227 @@
+"""A server with few places, behind the entrance: those who hold what they do not use keep nobody out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kuberoll_workers.policy.auth import AccessDenied
+from kuberoll_workers.serving import bodies, entrance
+from kuberoll_workers.serving.arrivals import LEAST_PLACES, Arrivals, Calls
+from kuberoll_workers.serving.entrance import Entrance, Rules
+from tests.serving.test_slow_clients import serving
+
+PLACES = 4
+PATIENCE_SECONDS = 240
+
+
+class Places:
+    """An application with places, as Ray Serve has them."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Semaphore(PLACES)
+        self.under_way: list[str] = []
+        self.go_on = asyncio.Event()
+        self.begun = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.free:
+            request = Request(scope, receive)
+            body = await request.body()
+            if scope["path"].startswith("/sessions"):
+                self.under_way.append(scope["path"])
+                self.begun.set()
+                await self.go_on.wait()
+                self.under_way.remove(scope["path"])
+            await JSONResponse({"bytes": len(body), "path": scope["path"]})(scope, receive, send)
+
+
+async def healthy() -> Response:
+    return Response("ok")
+
+
+def authorize(request: Request, path: str) -> None:
+    if request.headers.get("authorization") != "Bearer token":
+        raise AccessDenied(401, "who are you?")
+
+
+def session_of(path: str) -> str | None:
+    return path.split("/")[2] if path.startswith("/sessions/") else None
+
+
+@asynccontextmanager
+async def replica(app: Any, arrivals: Arrivals | None = None, places: int = PLACES) -> AsyncIterator[int]:
+    rules = Rules(authorize=authorize, session=session_of, health=healthy, calls=Calls(places))
+    async with serving(Entrance(app, rules=rules, arrivals=arrivals or Arrivals()), HttpToolsProtocol, 600) as port:
+        yield port
+
+
+def head(path: str, length: int, token: str = "token") -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: {length}\r\n\r\n".encode()
+    )
+
+
+@asynccontextmanager
+async def connections(port: int, count: int, first: bytes) -> AsyncIterator[list[asyncio.StreamReader]]:
+    made = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    try:
+        for _, writer in made:
+            writer.write(first)
+        yield [reader for reader, _ in made]
+    finally:
+        for _, writer in made:
+            writer.close()
+        for _, writer in made:
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+@asynccontextmanager
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with (
+        asyncio.timeout(PATIENCE_SECONDS),
+        aiohttp.ClientSession(
+            headers={"authorization": "Bearer token"}, connector=aiohttp.TCPConnector(limit=0, force_close=True)
+        ) as session,
+    ):
+        yield session
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        said = await reader.read()
+    first, _, body = said.partition(b"\r\n\r\n")
+    return int(first.split()[1]), json.loads(body)
+
+
+@pytest.mark.parametrize("path", ["/v1/generate", "/sessions/bad/v1/chat/completions"])
+async def test_bodies_that_have_not_arrived_take_no_place(path: str) -> None:
+    """A hundred times as many as there are places."""
+    app = Places()
+    async with replica(app) as port, connections(port, 100 * PLACES, head(path, 100_000) + b"x"), http() as session:
+        url = f"http://127.0.0.1:{port}/v1/generate"
+        async with session.post(url, data=b"x" * 100_000) as found:
+            assert (await found.json())["bytes"] == 100_000
+        assert not app.free.locked()
+
+
+async def test_a_body_arrives_as_it_was_sent() -> None:
+    async with replica(Places()) as port, http() as session:
+        url = f"http://127.0.0.1:{port}/v1/generate"
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(10):
+                yield b"y" * 50_000
+
+        async with session.post(url, data=chunks()) as found:
+            assert (await found.json())["bytes"] == 500_000
+        async with session.post(url) as found:
+            assert (await found.json())["bytes"] == 0
+        async with session.get(url) as found:
+            assert (await found.json())["bytes"] == 0
+        async with session.post(url, data=b"x" * (bodies.MAX_BODY_BYTES + 1)) as found:
+            assert found.status == 413
+
+
+async def test_a_session_has_no_more_calls_under_way_than_its_share() -> None:
+    app = Places()
+    app.free = asyncio.Semaphore(1_000)
+    async with replica(app) as port, http() as session:
+        url = f"http://127.0.0.1:{port}/sessions"
+        calls = [asyncio.create_task(session.post(f"{url}/bad/v1", data=b"{}")) for _ in range(100 * LEAST_PLACES)]
+        while len(app.under_way) < LEAST_PLACES:
+            app.begun.clear()
+            await app.begun.wait()
+        # Those of others are not behind its.
+        app.begun.clear()
+        good = asyncio.create_task(session.post(f"{url}/good/v1", data=b"{}"))
+        while "/sessions/good/v1" not in app.under_way:
+            await app.begun.wait()
+            app.begun.clear()
+        assert len(app.under_way) == LEAST_PLACES + 1
+        # One who does not wait for its answer leaves no call behind.
+        for call in calls[LEAST_PLACES : 50 * LEAST_PLACES]:
+            call.cancel()
+        app.go_on.set()
+        assert (await good).status == 200
+        answered = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(found, aiohttp.ClientResponse) and found.status == 200 for found in answered) >= 50
+        assert app.under_way == []
+
+
+async def test_a_caller_who_holds_too_much_loses_what_came_least_lately() -> None:
+    app = Places()
+    path = "/sessions/bad/v1"
+    # Room for 2 bodies of each session, and 100 bytes.
+    async with (
+        replica(app, Arrivals(bodies=16, size=800)) as port,
+        connections(port, 200, head(path, 90) + b"x" * 10) as readers,
+        http() as session,
+    ):
+        async with session.post(f"http://127.0.0.1:{port}/v1/generate", data=b"x" * 50) as found:
+            assert found.status == 200
+        refused = await asyncio.gather(*map(answer, readers[:100]))
+        assert {status for status, _ in refused} == {429}
+        assert refused[0][1]["error"]["type"] == "TooManyBodies"
+
+
+async def test_a_body_that_trickles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bodies.read_body.__kwdefaults__, "grace", 0.05)  # type: ignore[index]
+    async with (
+        replica(Places()) as port,
+        connections(port, 1, head("/v1/generate", 1_000_000) + b"x" * 6_000) as (reader,),
+    ):
+        status, said = await answer(reader)
+    assert status == 408
+    assert "6,000 bytes came" in said["error"]["message"]
+
+
+async def test_strangers_are_refused_before_they_send_anything() -> None:
+    async with (
+        replica(Places()) as port,
+        connections(port, 3, head("/v1/generate", 100_000, token="guess")) as readers,
+    ):
+        for reader in readers:
+            status, said = await answer(reader)
+            assert (status, said["error"]["type"]) == (401, "Unauthorized")
+
+
+async def test_health_needs_no_place_and_no_token() -> None:
+    app = Places()
+    async with replica(app) as port, http() as session:
+        for _ in range(PLACES):
+            await app.free.acquire()
+        async with session.get(f"http://127.0.0.1:{port}/healthz", headers={"authorization": ""}) as found:
+            assert await found.text() == "ok"
+
+
+async def test_a_websocket_is_refused() -> None:
+    async with replica(Places()) as port, http() as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect(f"http://127.0.0.1:{port}/v1/realtime")
+        assert refused.value.status == 403
+
+
+async def test_serve_s_own_proxy_has_an_entrance_that_reads_bodies() -> None:
+    (middleware,) = entrance.proxy_middlewares()
+    app = Places()
+    wrapped = middleware.cls(app, **middleware.kwargs)
+    async with (
+        serving(wrapped, HttpToolsProtocol, 600) as port,
+        connections(port, 100 * PLACES, head("/v1/generate", 100_000) + b"x"),
+        http() as session,
+        session.post(f"http://127.0.0.1:{port}/v1/generate", data=b"xyz") as found,
+    ):
+        assert (await found.json())["bytes"] == 3

@@ -1,0 +1,192 @@
+"""The entrance of a replica: a request takes a place when all of it has arrived, and its caller may have one more."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from kuberoll_workers.policy.auth import AccessDenied
+from kuberoll_workers.serving.arrivals import Arrival, Arrivals, Calls
+from kuberoll_workers.serving.bodies import BodyRefused, read_body
+
+if TYPE_CHECKING:
+    from starlette.middleware import Middleware
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_POLICY_VIOLATION: Final = 1008
+_RETRY: Final = {"retry-after": "1"}
+# What is left of a body that was refused is not read.
+_CLOSE: Final = {"connection": "close"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What an entrance knows of the replica behind it.
+
+    Attributes:
+        authorize: Checks that a request may use its path; raises AccessDenied.
+        session: The open session to which a call of a path belongs; None: to none.
+        health: The answer to health checks, which take no place.
+        calls: Counts the calls of sessions.
+    """
+
+    authorize: Callable[[Request, str], None]
+    session: Callable[[str], str | None]
+    health: Callable[[], Awaitable[Response]]
+    calls: Calls
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """ASGI middleware around a server that bounds the requests that it works on, such as Ray Serve.
+
+    A request that has not arrived takes no place: its body is read here, within limits of time, rate and size, and of
+    what each caller and all of them may have (`Arrivals`). A session has no more calls under way than its share
+    (`Calls`); those that wait have arrived, and leave when their caller does. WebSockets are refused.
+
+    Attributes:
+        rules: None: bodies are read, and nothing else is known.
+    """
+
+    app: ASGIApp
+    _: KW_ONLY
+    rules: Rules | None = None
+    arrivals: Arrivals = field(default_factory=Arrivals)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on."""
+        if scope["type"] == "websocket":
+            await receive()
+            # Before the handshake is accepted: the answer is 403.
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+            return
+        # Serve's own paths say how it is, and nothing of a caller.
+        if scope["type"] != "http" or scope["path"].startswith("/-/"):
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        path = scope["path"].rstrip("/") or "/"
+        session = None
+        if self.rules is not None:
+            if (request.method, path) == ("GET", "/healthz"):
+                await (await self.rules.health())(scope, receive, send)
+                return
+            try:
+                self.rules.authorize(request, path)
+            except AccessDenied as error:
+                kind = "Unauthorized" if error.status == 401 else "Forbidden"
+                await _error(error.status, kind, str(error), _CLOSE)(scope, receive, send)
+                return
+            session = self.rules.session(path) if request.method == "POST" else None
+        if not _has_body(request) and session is None:
+            await self.app(scope, receive, send)
+            return
+        await self._arrived(request, send, session)
+
+    async def _arrived(self, request: Request, send: Send, session: str | None) -> None:
+        dropped = asyncio.timeout(None)
+        loop = asyncio.get_running_loop()
+        arrival = self.arrivals.begin(
+            session or _caller(request), lambda: dropped.reschedule(loop.time()), bounded=session is not None
+        )
+        try:
+            try:
+                async with dropped:
+                    body = await read_body(request, arrived=lambda size: self.arrivals.add(arrival, size))
+                    self.arrivals.complete(arrival)
+            except ClientDisconnect:
+                return
+            except BodyRefused as error:
+                await _error(error.status, "BodyRefused", str(error), _CLOSE)(request.scope, request.receive, send)
+                return
+            except TimeoutError:
+                if not dropped.expired():
+                    raise
+                await _too_many(arrival)(request.scope, request.receive, send)
+                return
+            await self._with_place(request, body, send, session)
+        finally:
+            self.arrivals.end(arrival)
+
+    async def _with_place(self, request: Request, body: bytes, send: Send, session: str | None) -> None:
+        receive = _replayed(body, request.receive)
+        if session is None or self.rules is None:
+            await self.app(request.scope, receive, send)
+            return
+        calls = self.rules.calls
+        if not await _begun(calls, session, request.receive):
+            return
+        try:
+            await self.app(request.scope, receive, send)
+        finally:
+            calls.end(session)
+
+
+async def _begun(calls: Calls, session: str, receive: Receive) -> bool:
+    """Wait until a call may begin; False: its caller has left."""
+    loop = asyncio.get_running_loop()
+    granted: asyncio.Future[None] = loop.create_future()
+
+    def start() -> None:
+        if not granted.done():
+            granted.set_result(None)
+
+    if calls.begin(session, loop.time(), start):
+        return True
+    # All of the body is here: what still comes is that the caller has left.
+    leaving = asyncio.ensure_future(receive())
+    begun = False
+    try:
+        await asyncio.wait({granted, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        begun = granted.done() and not leaving.done()
+        return begun
+    finally:
+        leaving.cancel()
+        if not begun and not calls.withdraw(session, start):
+            calls.end(session)
+
+
+def proxy_middlewares() -> list[Middleware]:
+    """Middlewares of Ray Serve's own proxy, which knows nothing of sessions; Serve finds them by name."""
+    from starlette.middleware import Middleware
+
+    return [Middleware(Entrance)]
+
+
+def _has_body(request: Request) -> bool:
+    headers = request.headers
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _caller(request: Request) -> str:
+    shown = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
+    return hashlib.blake2b(shown.encode(), digest_size=16).hexdigest()
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    bodies = iter([body])
+
+    async def receive_again() -> Message:
+        for whole in bodies:
+            return {"type": "http.request", "body": whole, "more_body": False}
+        return await receive()
+
+    return receive_again
+
+
+def _too_many(arrival: Arrival) -> Response:
+    whose = "this session sends" if arrival.caller.bounded else "callers send"
+    message = f"{whose} more bodies at once than this server holds, and this one, of {arrival.size:,} bytes so far, "
+    return _error(429, "TooManyBodies", f"{message}was among the oldest that had not arrived", {**_CLOSE, **_RETRY})
+
+
+def _error(status: int, kind: str, message: str, headers: dict[str, Any]) -> Response:
+    content = msgspec.json.encode({"error": {"type": kind, "message": message}})
+    return Response(content, status_code=status, media_type="application/json", headers=headers)
