@@ -12,11 +12,19 @@ import msgspec
 from kuberoll_api.model.types import MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE
 from kuberoll_workers.data.tool_calls import ToolCalls
 from kuberoll_workers.data.tools import Tool
+from kuberoll_workers.policy.forms import MAX_CHOICE, MAX_CHOICES, MAX_TEXT
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
+MAX_STOPS = 256
+"""Maximum number of stop strings, and of stop tokens, of a request; and the maximum length of one, characters."""
+MAX_STOP = 4096
+
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+_Choice = Annotated[str, msgspec.Meta(max_length=MAX_CHOICE)]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -29,10 +37,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         grammar: A context-free grammar in EBNF.
     """
 
-    json: dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    json: Annotated[dict[str, Any], msgspec.Meta(max_length=1024)] | None = None
+    regex: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] | None = None
+    choice: Annotated[list[_Choice], msgspec.Meta(max_length=MAX_CHOICES)] | None = None
+    grammar: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] | None = None
 
     def __post_init__(self) -> None:
         if sum(getattr(self, name) is not None for name in self.__struct_fields__) != 1:
@@ -51,8 +59,10 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
     seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
-    stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP)], ...], msgspec.Meta(max_length=MAX_STOPS)
+    ] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOPS)] = ()
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, msgspec.Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0

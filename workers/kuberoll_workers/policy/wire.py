@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, TOKEN_TYPE
 from kuberoll_workers.data.tool_calls import ToolCalls, UnreadableCall
-from kuberoll_workers.data.tools import InvalidTools, checked_tools
+from kuberoll_workers.data.tools import MAX_TOOLS, InvalidTools, checked_tools
+from kuberoll_workers.policy.forms import check_grammar, check_schema
 from kuberoll_workers.policy.interface import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
     PolicyRefused,
     SamplingParameters,
+    StructuredOutputs,
     TokenId,
 )
 
@@ -30,14 +32,24 @@ MSGPACK = "application/msgpack"
 JSON = "application/json"
 
 _ITEM_BYTES = 4
+# More tokens than a body carries.
+_MAX_PROMPT = 1 << 23
+
+
+_Name = Annotated[str, msgspec.Meta(max_length=1024)]
+# Their content is bounded by `checked_tools`.
+_Tools = Annotated[list[Annotated[dict[str, Any], msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
 class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    token_ids: bytes | list[TokenId]
+    token_ids: (
+        Annotated[bytes, msgspec.Meta(max_length=_MAX_PROMPT * _ITEM_BYTES)]
+        | Annotated[list[TokenId], msgspec.Meta(max_length=_MAX_PROMPT)]
+    )
     sampling_params: SamplingParameters
-    request_id: str = ""
-    session_id: str = ""
-    tools: list[dict[str, Any]] | None = None
+    request_id: _Name = ""
+    session_id: _Name = ""
+    tools: _Tools | None = None
 
 
 class _Calls(msgspec.Struct, omit_defaults=True):
@@ -105,7 +117,8 @@ def decode_request(body: bytes, media: str = MSGPACK) -> GenerationRequest:
         raw = _decode_request[media](body)
         token_ids = _unpacked(TOKEN_TYPE, raw.token_ids, "token_ids")
         tools = None if raw.tools is None else checked_tools(raw.tools, "tools")
-    except (InvalidTools, msgspec.MsgspecError, UnicodeDecodeError, WireError, RecursionError) as error:
+        _check_form(raw.sampling_params.structured_outputs)
+    except (InvalidTools, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PolicyRefused(f"the request is not understood: {error}") from error
     if not token_ids:
         raise PolicyRefused("token_ids is empty: there is nothing to continue")
@@ -119,6 +132,13 @@ def decode_request(body: bytes, media: str = MSGPACK) -> GenerationRequest:
         sampling=raw.sampling_params,
         tools=tools,
     )
+
+
+def _check_form(form: StructuredOutputs | None) -> None:
+    if form is not None and form.json is not None:
+        check_schema(form.json, "sampling_params.structured_outputs.json")
+    if form is not None and form.grammar is not None:
+        check_grammar(form.grammar, "sampling_params.structured_outputs.grammar")
 
 
 def encode_result(result: GenerationResult, media: str = MSGPACK) -> bytes:

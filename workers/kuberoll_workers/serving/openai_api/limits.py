@@ -10,6 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from kuberoll_api.model.chat_template import RESERVED_VARIABLES
+from kuberoll_workers.policy.forms import check_grammar, check_schema
+from kuberoll_workers.policy.interface import MAX_STOPS
 
 MAX_SEQUENCES: Final = 128
 """Sequences that one request may ask for: its prompts times `n`."""
@@ -17,8 +19,21 @@ MAX_SEQUENCES: Final = 128
 MAX_CHARACTERS: Final = 4 << 20
 """Maximum characters of a request's texts together: about a million tokens."""
 
-MAX_ITEMS: Final = {"messages": 10_000, "input": 10_000, "tools": 1_000}
-"""Maximum length of a request's lists."""
+MAX_ITEMS: Final = {"messages": 10_000, "input": 10_000, "tools": 1_000, "prompt": 1 << 23, "tokens": 1 << 23}
+"""Maximum length of a request's lists that may be long."""
+
+MAX_OTHER_ITEMS: Final = 1024
+"""Maximum number of items of every other list and object that a field of a request is or has."""
+
+MAX_OTHER_CHARACTERS: Final = 1 << 16
+"""Maximum characters of every text of the fields that are not texts of a prompt."""
+
+MAX_DEPTH: Final = 64
+MAX_NODES: Final = 1 << 20
+"""Bounds of all values of a request's fields that are not token ids."""
+
+_STOPS: Final = ("stop", "stop_sequences", "stop_token_ids", "bad_words", "bad_words_token_ids")
+_TEXTS: Final = ("messages", "input", "prompt", "system", "instructions", "tools")
 
 # vLLM ignores these, though they would change what is generated. Values that have no effect are accepted.
 _IGNORED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -74,12 +89,11 @@ def check_request(body: bytes, abilities: Abilities) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not a JSON object, but {type(request).__name__}")
     _check_fields(request)
     _check_sequences(request)
-    for name, most in MAX_ITEMS.items():
-        if isinstance(value := request.get(name), list) and len(value) > most:
-            raise InvalidRequest(f"{name}: {len(value):,} items; the maximum is {most:,}", param=name)
+    _check_sizes(request)
+    _check_forms(request)
     _check_variables(request.get("chat_template_kwargs"))
     _check_messages(request.get("messages"))
-    for name in ("messages", "input", "prompt", "system", "instructions", "tools"):
+    for name in _TEXTS:
         _check_texts(request.get(name), name)
     if request.get("tools") and request.get("tool_choice") != "none":
         _check_tools(abilities)
@@ -92,6 +106,84 @@ def _check_fields(request: Mapping[str, Any]) -> None:
             raise InvalidRequest(
                 f"{name}: {reprlib.repr(given)} is not supported by this server; leave it out", param=name
             )
+
+
+def _check_sizes(request: Mapping[str, Any]) -> None:
+    """Check the size of every field, so that none need be known here: lists that may be long are named."""
+    if len(request) > MAX_OTHER_ITEMS:
+        raise InvalidRequest(f"the body has {len(request):,} fields; the maximum is {MAX_OTHER_ITEMS:,}")
+    left = MAX_NODES
+    for name, field in request.items():
+        if len(name) > MAX_OTHER_CHARACTERS:
+            raise InvalidRequest(f"{name[:100]}…: a field's name has {len(name):,} characters")
+        if isinstance(field, list) and len(field) > (most := _most_items(name)):
+            raise InvalidRequest(f"{name}: {len(field):,} items; the maximum is {most:,}", param=name)
+        if _is_tokens(name, field):
+            continue
+        left = _check_values(name, field, left)
+
+
+def _most_items(name: str) -> int:
+    return MAX_STOPS if name in _STOPS else MAX_ITEMS.get(name, MAX_OTHER_ITEMS)
+
+
+def _is_tokens(name: str, field: Any) -> bool:
+    return name in ("prompt", "tokens") and isinstance(field, list) and set(map(type, field)) == {int}
+
+
+def _check_values(name: str, field: Any, left: int) -> int:
+    """Check the values inside a field; returns how many more there may be."""
+    rest = [(field, 0)]
+    long = name in _TEXTS
+    while rest:
+        value, depth = rest.pop()
+        left -= 1
+        if left < 0:
+            raise InvalidRequest(f"{name}: the request has more than {MAX_NODES:,} values", param=name)
+        if depth > MAX_DEPTH:
+            raise InvalidRequest(f"{name}: it is nested deeper than {MAX_DEPTH}", param=name)
+        if isinstance(value, str):
+            if not long and len(value) > MAX_OTHER_CHARACTERS:
+                raise InvalidRequest(
+                    f"{name}: a text of {len(value):,} characters; the maximum is {MAX_OTHER_CHARACTERS:,}", param=name
+                )
+        elif isinstance(value, dict | list):
+            # The lists of token ids in a list of prompts, and of parts in a message.
+            most = MAX_ITEMS.get(name, MAX_OTHER_ITEMS)
+            if len(value) > most:
+                raise InvalidRequest(f"{name}: {len(value):,} items; the maximum is {most:,}", param=name)
+            if isinstance(value, dict):
+                rest += [(key, depth + 1) for key in value]
+            # The count is checked before anything is copied.
+            if len(value) > left:
+                raise InvalidRequest(f"{name}: the request has more than {MAX_NODES:,} values", param=name)
+            rest += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
+    return left
+
+
+def _check_forms(request: Mapping[str, Any]) -> None:
+    """Check schemas and grammars that a response must have the form of."""
+    form, output = request.get("structured_outputs"), request.get("response_format")
+    text = request.get("text")
+    if output is None and isinstance(text, dict):
+        output = text.get("format")
+    try:
+        if isinstance(form, dict):
+            if isinstance(form.get("json"), dict):
+                check_schema(form["json"], "structured_outputs.json")
+            if isinstance(form.get("grammar"), str):
+                check_grammar(form["grammar"], "structured_outputs.grammar")
+        if isinstance(output, dict):
+            outer = output.get("json_schema", output)
+            if isinstance(outer, dict) and isinstance(outer.get("schema"), dict):
+                check_schema(outer["schema"], "response_format")
+        for number, tool in enumerate(tools if isinstance(tools := request.get("tools"), list) else ()):
+            if isinstance(tool, dict):
+                function = tool.get("function")
+                described = function if isinstance(function, dict) else tool
+                check_schema(described.get("parameters", described.get("input_schema")), f"tools[{number}]")
+    except ValueError as error:
+        raise InvalidRequest(str(error), param=str(error).partition(":")[0]) from error
 
 
 def _check_sequences(request: Mapping[str, Any]) -> None:
