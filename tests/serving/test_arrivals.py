@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 from hypothesis import given, settings
@@ -77,7 +78,7 @@ def test_bodies_that_do_not_come_make_room_for_those_that_do() -> None:
     """One caller with a hundred times as many as there is room for, and good ones beside it."""
     arrivals, dropped = Arrivals(bodies=100, size=1 << 20), list[Any]()
     for number in range(10_000):
-        hostile = arrivals.begin("bad", lambda number=number: dropped.append(number), bounded=False)
+        hostile = arrivals.begin("bad", partial(dropped.append, number), bounded=False)
         arrivals.add(hostile, 1)
         good = arrivals.begin(f"good {number}", lambda: dropped.append("good"), bounded=True)
         arrivals.add(good, 1_000)
@@ -90,7 +91,7 @@ def test_bodies_that_do_not_come_make_room_for_those_that_do() -> None:
 def test_a_whole_body_is_not_dropped() -> None:
     arrivals, dropped = Arrivals(bodies=2, size=100), list[str]()
     for name in "abc":
-        arrivals.complete(arrivals.begin(name, lambda name=name: dropped.append(name), bounded=False))
+        arrivals.complete(arrivals.begin(name, partial(dropped.append, name), bounded=False))
     assert dropped == ["c"]
 
 
@@ -134,14 +135,14 @@ def test_calls_are_never_refused_and_never_more_than_their_share(
 
 
 def test_one_session_among_a_hundred_has_a_hundredth() -> None:
-    calls = Calls(512)
+    calls, begun = Calls(512), list[int]()
     for number in range(100):
         assert calls.begin(str(number), 0.0, lambda: None)
-    begun = sum(calls.begin("bad", 0.0, lambda number=number: None) for number in range(10_000))
-    assert begun == 512 // 101
+    count = sum(calls.begin("bad", 0.0, partial(begun.append, number)) for number in range(10_000))
+    assert count == 512 // 101
     # One that has nobody beside it has all.
     alone = Calls(512)
-    assert sum(alone.begin("one", 0.0, lambda number=number: None) for number in range(10_000)) == 512
+    assert sum(alone.begin("one", 0.0, partial(begun.append, number)) for number in range(10_000)) == 512
     # Those that have not called for a while do not count.
     for number in range(100):
         calls.end(str(number))

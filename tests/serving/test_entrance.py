@@ -178,7 +178,8 @@ async def test_a_caller_who_holds_too_much_loses_what_came_least_lately() -> Non
 
 
 async def test_a_body_that_trickles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bodies.read_body.__kwdefaults__, "grace", 0.05)  # type: ignore[index]
+    assert bodies.read_body.__kwdefaults__ is not None
+    monkeypatch.setitem(bodies.read_body.__kwdefaults__, "grace", 0.05)
     async with (
         replica(Places()) as port,
         connections(port, 1, head("/v1/generate", 1_000_000) + b"x" * 6_000) as (reader,),
@@ -217,7 +218,8 @@ async def test_a_websocket_is_refused() -> None:
 async def test_serve_s_own_proxy_has_an_entrance_that_reads_bodies() -> None:
     (middleware,) = entrance.proxy_middlewares()
     app = Places()
-    wrapped = middleware.cls(app, **middleware.kwargs)
+    wrapped: Any = middleware.cls
+    wrapped = wrapped(app, **middleware.kwargs)
     async with (
         serving(wrapped, HttpToolsProtocol, 600) as port,
         connections(port, 100 * PLACES, head("/v1/generate", 100_000) + b"x"),

@@ -101,7 +101,7 @@ def bind_to_loopback() -> None:
         replica.add_port_to_grpc_server = lambda server, _: bind(server, "127.0.0.1:0")
 
 
-def wrap_requests(middleware: type, **options: Any) -> None:
+def wrap_requests(middleware: Any, **options: Any) -> None:
     """Have all requests at this replica's own port pass through an ASGI middleware before Serve gives them a place.
 
     Serve takes middlewares only from an environment variable, which would have to be set on every node. Call it while

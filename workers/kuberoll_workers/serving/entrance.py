@@ -141,10 +141,11 @@ async def _begun(calls: Calls, session: str, receive: Receive) -> bool:
     if calls.begin(session, loop.time(), start):
         return True
     # All of the body is here: what still comes is that the caller has left.
-    leaving = asyncio.ensure_future(receive())
+    leaving: asyncio.Future[Any] = asyncio.ensure_future(receive())
     begun = False
     try:
-        await asyncio.wait({granted, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        waited: set[asyncio.Future[Any]] = {granted, leaving}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         begun = granted.done() and not leaving.done()
         return begun
     finally:
