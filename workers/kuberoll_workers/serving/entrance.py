@@ -26,7 +26,7 @@ _RETRY: Final = {"retry-after": "1"}
 _CLOSE: Final = {"connection": "close"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What an entrance knows of the replica behind it.
 
@@ -43,7 +43,7 @@ class Rules:
     calls: Calls
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entrance:
     """ASGI middleware around a server that bounds the requests that it works on, such as Ray Serve.
 
