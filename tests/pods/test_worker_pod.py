@@ -393,6 +393,13 @@ async def test_a_template_that_cannot_render_is_not_tried_again(place: Place, te
     assert "generation.model.chatTemplate" in found
 
 
+async def test_a_template_without_tools_is_refused_where_an_environment_declares_some(place: Place) -> None:
+    place.write("rows.jsonl", '{"prompt": "Two pears."}\n')
+    shop = {"name": "shop", "entrypoint": "tests.environments.calling:Shop"}
+    place.job = job(environments=[shop], dataset={"source": {"uri": "rows.jsonl"}})
+    assert "spec.environments (shop) declares tools: tools: the chat template leaves them out" in await refusal(place)
+
+
 async def test_trajectories_of_nobody_knows_what_are_refused(place: Place) -> None:
     await place.finish(0)
     (Path(place.output) / MANIFEST).unlink()

@@ -79,6 +79,7 @@ class McpEnvironment(ConnectedEnvironment["_Sessions"]):
     library: ClassVar[Library] = Library("mcp", extra="mcp", distribution="mcp")
     # What a tool has done cannot be undone, and need not happen twice alike.
     recovery: ClassVar[Recovery] = "restart"
+    declares_tools: ClassVar[bool] = True
     row_metadata: ClassVar[Mapping[str, str]] = {"ground_truth": "and further fields: those of the scorer"}
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -27,6 +27,10 @@ _FIELD = "spec.generation.model.chatTemplate"
 # Two chats that differ in the content of their last message, without and with a message of the system.
 _WORDS = ("quartz", "velvet")
 _BEFORE: tuple[list[dict[str, str]], ...] = ([], [{"role": "system", "content": "lemon"}])
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class TemplateRefused(ValueError):
@@ -200,6 +204,20 @@ class HuggingFaceTokenizer:
                 "loop over messages"
             )
         raise TemplateRefused(f"{_FIELD}: {problem}")
+
+    def check_tools(self) -> None:
+        """Check that the chat template renders tools.
+
+        Raises:
+            TemplateRefused: It leaves them out.
+        """
+        try:
+            self.chat_text([{"role": "user", "content": _WORDS[0]}], generation_prompt=True, tools=[_PROBE_TOOL])
+        except TemplateRefused:
+            raise
+        except Exception:
+            # One that takes no such chat may take others.
+            return
 
     def with_variables(self, variables: Mapping[str, Any]) -> HuggingFaceTokenizer:
         """The same tokenizer, whose chat template is rendered with further variables.

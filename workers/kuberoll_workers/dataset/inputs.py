@@ -42,6 +42,7 @@ class InputSummary:
         rows_of_sources: Number of rows of each source, if the dataset has several.
         rows_of_shards: Number of rows of each shard, if a consumer holds the run back; else None.
         blocks: Digest of every block of rows, to verify later readings.
+        tools_at: The first row that declares tools; None: none does.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class InputSummary:
     blocks: tuple[str, ...]
     rows_of_sources: dict[str, int] = field(default_factory=dict)
     rows_of_shards: list[int] | None = None
+    tools_at: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Form in a run's manifest."""
@@ -229,6 +231,7 @@ def scan(
                 yield row
 
     rows = tasks = rollouts = 0
+    tools_at: str | None = None
     rows_of_shards = [0] * shards
     counts = {item.name: 0 for item in job.spec.environments}
     sources = {part.name: 0 for part in job.spec.dataset.sources}
@@ -239,6 +242,8 @@ def scan(
         rows_of_shards[shard_of(group.task_index, shards)] += 1
         rollouts = max(rollouts, group.rollout_indexes.stop)
         counts[group.row.task_name] += group.keep
+        if group.row.tools and tools_at is None:
+            tools_at = group.row.where
         if sources and group.row.metadata is not None:
             sources[group.row.metadata[SOURCE_FIELD]] += 1
     if rows == 0:
@@ -253,6 +258,7 @@ def scan(
         digest=digest.hexdigest(),
         blocks=tuple(blocks),
         rows_of_sources=sources,
+        tools_at=tools_at,
         rows_of_shards=rows_of_shards if job.spec.rollout.on_policy is not None else None,
     )
 

@@ -19,6 +19,7 @@ class Hooks(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         recovery: How an episode goes on when its instance is gone.
         score_group: It scores prompt groups.
+        declares_tools: `reset` declares tools in every episode.
     """
 
     reset: bool = False
@@ -26,6 +27,7 @@ class Hooks(msgspec.Struct, array_like=True, frozen=True):
     shutdown: bool = False
     recovery: Recovery = "metadata"
     score_group: bool = False
+    declares_tools: bool = False
 
     @property
     def episodic(self) -> bool:
@@ -56,6 +58,7 @@ class Hooks(msgspec.Struct, array_like=True, frozen=True):
             shutdown=_has(environment, "shutdown"),
             recovery=recovery,
             score_group=_has(environment, "score_group"),
+            declares_tools=getattr(environment, "declares_tools", False) is True,
         )
 
 

@@ -263,6 +263,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
 
     Attributes:
         recovery: How an episode goes on when the instance that it was reset in is gone.
+        declares_tools: Whether `reset` declares tools in every episode: then a chat template that leaves tools out is
+            refused before the engine is started.
         scoring_cases: Responses with known rewards, right and wrong ones, for `kuberoll env test`; or a method without
             arguments that returns them.
         row_metadata: Fields of a dataset row's `metadata` that the environment reads, each with a few words, for
@@ -270,6 +272,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
     """
 
     recovery: ClassVar[Recovery] = "metadata"
+    declares_tools: ClassVar[bool] = False
     scoring_cases: ClassVar[Sequence[ScoringCase | Mapping[str, Any]] | Callable[..., Any]] = ()
     row_metadata: ClassVar[Mapping[str, str]] = {}
 

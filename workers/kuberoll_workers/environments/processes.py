@@ -369,14 +369,14 @@ class ProcessEnvironment(EnvironmentInterface):
         self._spec = spec
         self._sandbox = sandbox or Sandbox()
 
-    def check(self) -> None:
-        """Check that the environment can be created.
+    def check(self) -> Hooks:
+        """Check that the environment can be created; returns its hooks.
 
         Raises:
             UnusableEnvironment: It cannot.
         """
-        with self._process():
-            pass
+        with self._process() as (_, hooks):
+            return hooks
 
     def generate_dataset(self, count: int, seed: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
         """The environment's rows, as they are generated.
@@ -385,7 +385,7 @@ class ProcessEnvironment(EnvironmentInterface):
             EnvironmentFault: The environment has no generator, it failed, or the process ended.
             UnusableEnvironment: It cannot be created.
         """
-        with self._process() as process:
+        with self._process() as (process, _):
             try:
                 answer = process.ask_now(wire.encode(wire.Generate(count, seed)))
                 while rows := wire.decode_rows(answer):
@@ -404,7 +404,7 @@ class ProcessEnvironment(EnvironmentInterface):
             UnusableEnvironment: It cannot be created.
         """
         method = "global_post_process_and_metrics"
-        with self._process() as process:
+        with self._process() as (process, _):
             try:
                 return wire.decode_metrics(process.ask_now(wire.encode(wire.PostProcess(columns))))
             except TimeoutError as error:
@@ -419,12 +419,12 @@ class ProcessEnvironment(EnvironmentInterface):
         raise NotImplementedError("aggregates are computed in the process that reads the trajectories")
 
     @contextlib.contextmanager
-    def _process(self) -> Iterator[_Process]:
+    def _process(self) -> Iterator[tuple[_Process, Hooks]]:
         _prepare()
         process = _Process(self._sandbox)
         try:
             try:
-                wire.decode_ready(process.ask_now(process.first_message(self._spec, self._sandbox)))
+                hooks = wire.decode_ready(process.ask_now(process.first_message(self._spec, self._sandbox)))
             except EnvironmentFault as fault:
                 raise UnusableEnvironment(str(fault), fault.traceback) from fault
             except (EOFError, OSError, wire.InvalidMessage) as error:
@@ -432,7 +432,7 @@ class ProcessEnvironment(EnvironmentInterface):
                     f"environment {self._spec.name!r}: its process ended, or took longer than {START_SECONDS:g} s, "
                     "while the environment was being created"
                 ) from error
-            yield process
+            yield process, hooks
         finally:
             process.end_now()
 

@@ -122,6 +122,7 @@ class ToolEnvironment(EnvironmentInterface):
         functions: The tools, by name.
     """
 
+    declares_tools: ClassVar[bool] = True
     row_metadata: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

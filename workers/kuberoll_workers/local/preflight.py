@@ -22,7 +22,7 @@ from kuberoll_workers.output.manifest import RunManifest
 from kuberoll_workers.output.run_directory import pinned_revision
 from kuberoll_workers.serving.engines.registry import ENGINES
 from kuberoll_workers.worker.environments import check_environment, isolated_environment_factory
-from kuberoll_workers.worker.settings import job_tokenizer, observation_template
+from kuberoll_workers.worker.settings import check_tools, job_tokenizer, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -81,7 +81,7 @@ def check(job: RolloutJob, *, base: Path, earlier: RunManifest | None = None) ->
     services = tuple(_check_services(job, base))
     _check_tracking(job)
     check_template(job, source)
-    _check_environments(job)
+    with_tools = _check_environments(job)
     try:
         inputs = scan(
             job,
@@ -91,6 +91,10 @@ def check(job: RolloutJob, *, base: Path, earlier: RunManifest | None = None) ->
         )
     except DatasetError as error:
         raise JobRefused(with_frames(error)) from error
+    try:
+        check_tools(job, source.tokenizer, with_tools or inputs.tools_at)
+    except TemplateRefused as error:
+        raise JobRefused(str(error)) from error
     return Preflight(source=source, inputs=inputs, notes=tuple(_notes(job)), services=services)
 
 
@@ -185,13 +189,17 @@ def check_template(job: RolloutJob, source: ModelSource) -> None:
         raise JobRefused(f"{field}: {error}") from error
 
 
-def _check_environments(job: RolloutJob) -> None:
+def _check_environments(job: RolloutJob) -> str | None:
+    """Check that environments can be created; returns the first that declares tools."""
+    with_tools = None
     for number, spec in enumerate(job.spec.environments):
         try:
-            check_environment(job, spec.name, protected=())
+            if check_environment(job, spec.name, protected=()).declares_tools and with_tools is None:
+                with_tools = f"spec.environments[{number}] ({spec.name}) declares tools"
         except Exception as error:
             # The constructor is user code, which may raise anything.
             raise JobRefused(f"spec.environments[{number}] ({spec.name}): {with_frames(error)}") from error
+    return with_tools
 
 
 def _locate(field: str, source: str, base: Path, any_of: Sequence[str], revision: str | None = None) -> str:

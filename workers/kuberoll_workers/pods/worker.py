@@ -92,7 +92,7 @@ from kuberoll_workers.worker.environments import (
 )
 from kuberoll_workers.worker.garbage import tune_garbage_collector
 from kuberoll_workers.worker.run import run_worker
-from kuberoll_workers.worker.settings import part_limits, planned_trajectories
+from kuberoll_workers.worker.settings import check_tools, part_limits, planned_trajectories
 
 DRAIN_SECONDS_VARIABLE = "KUBEROLL_DRAIN_SECONDS"
 
@@ -277,8 +277,10 @@ class ShardPod:
         """Check the environments, the model's path, the dataset and the output; raises if one cannot be used."""
         job, config = self._job, self._config
         check_files(job, self._base)
+        with_tools = None
         for spec in job.spec.environments:
-            check_environment(job, spec.name, protected=self._protected)
+            if check_environment(job, spec.name, protected=self._protected).declares_tools:
+                with_tools = with_tools or f"spec.environments ({spec.name}) declares tools"
         check_model_path(self._tokenizer)
         if (template := job.spec.generation.model.chat_template) is not None:
             check_compiles(template)
@@ -287,6 +289,7 @@ class ShardPod:
             storage.path.mkdir(parents=True, exist_ok=True)
         sources = self._find_sources(read_manifest(storage))
         inputs = scan(job, base=self._base, environment=self._environments(), shards=config.shard_count)
+        check_tools(job, self._tokenizer, with_tools or inputs.tools_at)
         self._manifest = claim_output(
             storage,
             new_manifest(

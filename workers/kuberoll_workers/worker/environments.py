@@ -12,6 +12,7 @@ from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.policy_access import POLICY_VARIABLES
 from kuberoll_workers.environments import registry
+from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.isolation import Servers, make_executor
 from kuberoll_workers.environments.processes import ProcessEnvironment
@@ -109,8 +110,8 @@ def isolated_environment_factory(job: RolloutJob, *, protected: Sequence[str]) -
     return make
 
 
-def check_environment(job: RolloutJob, name: str, *, protected: Sequence[str]) -> None:
-    """Check that an environment of a job can be created, where it will run.
+def check_environment(job: RolloutJob, name: str, *, protected: Sequence[str]) -> Hooks:
+    """Check that an environment of a job can be created, where it will run; returns its hooks.
 
     Args:
         protected: As in `open_environments`.
@@ -118,9 +119,11 @@ def check_environment(job: RolloutJob, name: str, *, protected: Sequence[str]) -
     Raises:
         UnusableEnvironment: It cannot, or no server of it answers.
     """
+    spec = next(spec for spec in job.spec.environments if spec.name == name)
+    if is_elsewhere(spec):
+        return _on_servers(spec, patience=_START_PATIENCE).info.hooks
     made = isolated_environment_factory(job, protected=protected)(name)
-    if isinstance(made, ProcessEnvironment):
-        made.check()
+    return made.check() if isinstance(made, ProcessEnvironment) else Hooks.of(made)
 
 
 def environments_policy(config: WorkerConfig) -> ServedModel | None:

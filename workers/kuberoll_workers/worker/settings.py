@@ -12,7 +12,7 @@ from kuberoll_workers.data.observations import (
 )
 from kuberoll_workers.data.sampling import Distribution
 from kuberoll_workers.data.shards import share
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
 from kuberoll_workers.dataset.inputs import repeats_of
 from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.output.part_journal import PartLimits
@@ -130,6 +130,24 @@ def job_tokenizer(
     # With the variables: templates may need them.
     made.check_rendering()
     return made
+
+
+def check_tools(job: RolloutJob, tokenizer: str, declared: str | None) -> None:
+    """Check that the chat template renders tools, if somebody declares any.
+
+    Args:
+        tokenizer: Directory or hub id.
+        declared: Who declares tools, for the message; None: nobody does.
+
+    Raises:
+        TemplateRefused: It leaves them out.
+    """
+    if declared is None:
+        return
+    try:
+        job_tokenizer(job, HuggingFaceTokenizer.load(tokenizer)).check_tools()
+    except TemplateRefused as error:
+        raise TemplateRefused(f"{declared}: {error}") from None
 
 
 def observation_template(job: RolloutJob, tokenizer: HuggingFaceTokenizer) -> ObservationTemplate:

@@ -69,7 +69,7 @@ class Info(msgspec.Struct):
 
     Attributes:
         name: Name of the environment, for messages.
-        reset, close, shutdown, recovery, score_group: See `Hooks`.
+        reset, close, shutdown, recovery, score_group, declares_tools: See `Hooks`.
         parallel: Number of calls that are worth sending at a time.
         digest: Digest of the environment's code; None: unknown.
     """
@@ -81,6 +81,7 @@ class Info(msgspec.Struct):
     shutdown: bool = False
     recovery: Recovery = "metadata"
     score_group: bool = False
+    declares_tools: bool = False
     parallel: int = 1
     digest: str | None = None
 
@@ -92,6 +93,7 @@ class Info(msgspec.Struct):
             shutdown=self.shutdown,
             recovery=self.recovery,
             score_group=self.score_group,
+            declares_tools=self.declares_tools,
         )
 
 

@@ -229,6 +229,7 @@ class EnvironmentServer:
             shutdown=hooks.shutdown,
             recovery=hooks.recovery,
             score_group=hooks.score_group,
+            declares_tools=hooks.declares_tools,
             parallel=(
                 len(self._lanes) * _PLACES_PER_INSTANCE
                 if hooks.stateful

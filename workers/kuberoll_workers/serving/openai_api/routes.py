@@ -53,11 +53,6 @@ _RETRY_HEADER: Final = "x-stainless-retry-count"
 # Longer bodies are checked in a thread.
 _SHORT_BYTES = 64 << 10
 
-_PROBE_TOOL: Final = {
-    "type": "function",
-    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
-}
-
 
 class _Opened(NamedTuple):
     application: ASGIApp
@@ -282,12 +277,9 @@ def _texts(converter: HuggingFaceTokenizer, tokenizer: Any, tool_parser: str | N
 
 def _renders_tools(tokenizer: HuggingFaceTokenizer) -> bool:
     try:
-        tokenizer.chat_text([{"role": "user", "content": "?"}], generation_prompt=True, tools=[_PROBE_TOOL])
+        tokenizer.check_tools()
     except TemplateRefused:
         return False
-    except Exception:
-        # A template that takes no such chat may take others.
-        return True
     return True
 
 
