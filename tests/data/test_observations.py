@@ -605,21 +605,11 @@ def sentencepiece(scheme: str) -> Tokenizer:
     return rust
 
 
-class OfRust:
-    """What `RawObservations` needs of a tokenizer."""
-
-    def __init__(self, rust: Tokenizer) -> None:
-        self._rust = rust
-
-    def encode(self, text: str) -> array[int]:
-        return token_array(self._rust.encode(text, add_special_tokens=False).ids)
-
-
 @pytest.mark.parametrize("scheme", ["normalizer", "first", "always", "never"])
 @given(content=st.text("helovtquarz \n.,0é▁", max_size=12))
 def test_raw_observations_gain_no_space(scheme: str, content: str) -> None:
     rust = sentencepiece(scheme)
-    raw: Any = RawObservations(OfRust(rust))  # type: ignore[arg-type]
+    raw = RawObservations(HuggingFaceTokenizer(wrap(rust, None)))
     found = raw.render("environment", content, previous=[], generation_prompt=True)
     response = rust.encode("quartz", add_special_tokens=False).ids
     assert rust.decode([*response, *found]) == rust.decode(response) + content.replace("▁", " ")

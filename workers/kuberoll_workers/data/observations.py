@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kuberoll_workers.data.messages import ANSWER_FIELDS, token_array
-from kuberoll_workers.data.tokenizer import ChatTokenizer, TemplateRefused, Tokenizer
+from kuberoll_workers.data.tokenizer import ChatTokenizer, HuggingFaceTokenizer, TemplateRefused, Tokenizer
 
 
 class ObservationRefused(ValueError):
@@ -65,7 +65,8 @@ class RawObservations:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         # Texts, and their ids, behind which observations are encoded; none where a text has the same ids everywhere.
-        anchors = [(anchor, tokenizer.encode(anchor)) for anchor in _ANCHORS]
+        real = isinstance(tokenizer, HuggingFaceTokenizer)
+        anchors = [(anchor, tokenizer.encode(anchor)) for anchor in _ANCHORS if real]
         anchors = [(anchor, ids) for anchor, ids in anchors if self._behind(anchor, ids, _CONTENT) is not None]
         spaced = bool(anchors) and self._behind(*anchors[0], _CONTENT) != tokenizer.encode(_CONTENT)
         self._anchors = anchors if spaced else []

@@ -144,6 +144,7 @@ class ThoughtsReader:
             *((self._message, self._channel) * self._harmony),
         }
         self._shown = lru_cache(maxsize=256)(self._show)
+        self._piece = lru_cache(maxsize=4096)(lambda token: tokenizer.decode_with_special_tokens(array("i", [token])))
 
     def opened(self, context: Sequence[int], *, before: bool = False) -> bool:
         """True if what the policy reads has opened thoughts that its response goes on with.
@@ -154,20 +155,29 @@ class ThoughtsReader:
                 message.
         """
         tail = array("i", context[-_TAIL:])
-        at = len(tail)
+        at = len(tail) if self._marks else 0
         while at and tail[at - 1] not in self._marks:
             at -= 1
-        if at == len(tail):
+        if not tail or at == len(tail):
             return False
         if self._harmony:
             return self._shown(tail[at:].tobytes()).rpartition(_CHANNEL)[2].startswith("analysis")
         if at:
             shown = self._shown(tail[at:].tobytes())
             return shown.rfind(self.tags.opening) > shown.rfind(self.tags.closing)
+        if not before and not self._may_end_a_tag(tail):
+            return False
         shown = self._shown(tail[-_END:].tobytes()).rstrip()
         if shown.endswith(self.tags.opening):
             return True
         return before and self.tags.closing not in shown
+
+    def _may_end_a_tag(self, tail: Sequence[int]) -> bool:
+        """False if the last letter is not that of an opening tag: a look at a token or two saves to decode them all."""
+        for token in reversed(tail):
+            if letters := self._piece(token).rstrip():
+                return letters[-1] == self.tags.opening[-1]
+        return True
 
     def _show(self, ids: bytes) -> str:
         return self._tokenizer.decode_with_special_tokens(array("i", ids))

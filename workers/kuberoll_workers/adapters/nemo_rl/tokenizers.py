@@ -36,7 +36,8 @@ class ForeignTokenizer:
         return decode_all(self._tokenizer, [torch.from_numpy(numpy.array(ids, dtype=numpy.int64))])[0]
 
     def decode_with_special_tokens(self, ids: Sequence[int]) -> str:
-        raise NotImplementedError("prompts come without tools")
+        # `batch_decode` is all that is known of it, and prompts come without tools, whose calls such tokens may mark.
+        return self.decode(ids)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
