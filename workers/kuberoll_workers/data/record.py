@@ -291,6 +291,7 @@ def _arrays(value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be stored in a trajectory")
 
 
+_SAMPLING = b',"sampling":'
 _NO_SAMPLING = b',"sampling":null}\n'
 _NO_ORDER = b',"group_order":null}\n'
 _NO_AGENT = b',"branches":null,"continuity":null}\n'
@@ -315,8 +316,15 @@ def encode_line(record: AnyRecord) -> bytes:
         return _without_defaults(record, line)
     if isinstance(record, TrajectoryRecord):
         if record.sampling is not None:
-            return line
+            # Its values are numbers and names of parameters.
+            line, _, sampling = line.rpartition(_SAMPLING)
+            rest = _without_last(record, line + b"}\n")
+            return rest.removesuffix(b"}\n") + _SAMPLING + sampling
         line = line.removesuffix(_NO_SAMPLING) + b"}\n"
+    return _without_last(record, line)
+
+
+def _without_last(record: TrajectoryRecord | FailureRecord | DroppedRecord, line: bytes) -> bytes:
     if record.group_order is None:
         line = line.removesuffix(_NO_ORDER) + b"}\n"
         return _without_defaults(record, line) if isinstance(record, TrajectoryRecord) else line

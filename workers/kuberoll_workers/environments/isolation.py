@@ -230,8 +230,8 @@ class InlineExecutor:
 
     async def _pass(self, hung: concurrent.futures.Future[Any]) -> None:
         """Get past a call that has not returned: by another instance, or by waiting for its end."""
-        # Done ones are gone from the set, but for a moment.
-        left = sum(not future.done() for future in self._left)
+        self._left = {future for future in self._left if not future.done()}
+        left = len(self._left)
         if left >= MAX_ABANDONED_THREADS:
             raise StepTimedOut(
                 f"{left + 1} calls of this environment hang and block their threads; set isolation: Process, where a "
@@ -252,7 +252,6 @@ class InlineExecutor:
         assert self._thread is not None
         self._thread.abandon()
         self._left.add(hung)
-        hung.add_done_callback(self._left.discard)
         self._thread, self._environment = thread, made
 
     def _run(self, batch: Batch[_Result], environment: Any) -> Sequence[_Result | EnvironmentFault]:
