@@ -88,6 +88,7 @@ class InstantTokenizer:
     """Sixteen tokens for any text."""
 
     _ids = token_array(range(16))
+    vocabulary = 1 << 17
 
     def encode(self, text: str) -> array[int]:
         return self._ids[:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -31,6 +32,8 @@ def _same(environment: Any) -> Any:
 
 class CharacterTokenizer:
     """One token per character: counts are lengths of texts."""
+
+    vocabulary = sys.maxunicode + 1
 
     def encode(self, text: str) -> array[int]:
         return token_array(map(ord, text))

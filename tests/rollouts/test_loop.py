@@ -319,6 +319,22 @@ async def test_impossible_responses_are_infrastructure_failures(
     assert cause in failure.cause
 
 
+async def test_a_token_id_without_a_token_fails_its_trajectory_at_once(scheduling: str) -> None:
+    class Padded:
+        asked = 0
+
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            self.asked += 1
+            ids = array("i", [1, CharacterTokenizer.vocabulary])
+            return GenerationResult(token_ids=ids, logprobs=array("f", [-0.5, -0.5]), finish_reason="stop")
+
+    policy = Padded()
+    (failure,) = await roll([sample()], policy=policy, scheduling=scheduling)
+    # Its seed would sample the same again.
+    assert (failure.kind, failure.stage, failure.tries, policy.asked) == ("model", "generation", 1, 1)
+    assert "spec.generation.model.tokenizer" in failure.cause
+
+
 class Faulty(CountingEnvironment):
     """Goes wrong in one way, for the trajectories that its metadata marks."""
 

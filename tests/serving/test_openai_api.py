@@ -466,7 +466,7 @@ async def test_an_engine_that_fails_is_no_error_of_the_request(client: AsyncOpen
         raise PolicyUnavailable("the engine is dead")
 
     engine.generate = fail  # type: ignore[method-assign,assignment]
-    with pytest.raises(openai.InternalServerError, match="the engine failed") as fallen:
+    with pytest.raises(openai.InternalServerError, match="the engine ended the request with 'error'") as fallen:
         await client.completions.create(model="tiny", prompt="x")
     assert fallen.value.status_code == 503
 

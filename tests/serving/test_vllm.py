@@ -56,7 +56,7 @@ async def running(model: str) -> AsyncIterator[VLLMEngine]:
             "max_model_len": WINDOW,
             "kv_cache_memory_bytes": 1 << 27,
             # A policy that knows no JSON would fill its response with spaces.
-            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+            "structured_outputs_config": {"disable_any_whitespace": True},
         },
     )
     await made.start()
@@ -176,15 +176,40 @@ async def test_responses_have_the_form_that_is_asked_for(
     assert all(-20 < logprob <= 0 for result in bound for logprob in result.logprobs)
 
 
-@pytest.mark.parametrize("wrong", [{"regex": "(["}, {"grammar": "root = 1"}, {"json": {"type": "nonsense"}}])
+WRONG_FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "(["}, "Failed to transform regex into a grammar"),
+    ({"grammar": "root = 1"}, "Invalid grammar specification"),
+    ({"json": {"type": "nonsense"}}, "nonsense"),
+    # After a good grammar vLLM would try to compile it in its engine, and end the request with `error`.
+    ({"grammar": 'root ::= "a"\nroot ::= "b"'}, "root"),
+    # vLLM takes these, but no token satisfies them.
+    ({"grammar": "root ::= root"}, "structured outputs"),
+    ({"json": {"$ref": "#"}}, "structured outputs"),
+    ({"regex": r"[^\s\S]"}, "structured outputs"),
+    # Only by the other implementation, which the engine has not if another form was first.
+    ({"json": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}, "backend: guidance"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), WRONG_FORMS)
 async def test_forms_that_nothing_can_have_are_refused_and_harm_nobody(
-    wrong: dict[str, Any], engine: VLLMEngine, tokenizer: HuggingFaceTokenizer
+    wrong: dict[str, Any], says: str, engine: VLLMEngine, tokenizer: HuggingFaceTokenizer
 ) -> None:
     prompt = tokenizer.render_chat(PROMPT)
-    before = await engine.generate(request(prompt))
-    with pytest.raises(PolicyRefused):
+    before = await engine.generate(request(prompt, structured_outputs=StructuredOutputs(grammar='root ::= "a" | "b"')))
+    with pytest.raises(PolicyRefused, match=re.escape(says)):
         await engine.generate(request(prompt, structured_outputs=StructuredOutputs(**wrong)))
-    assert (await engine.generate(request(prompt))).token_ids == before.token_ids
+    await engine.check_health()
+    again = await engine.generate(request(prompt, structured_outputs=StructuredOutputs(grammar='root ::= "a" | "b"')))
+    assert again.token_ids == before.token_ids
+
+
+async def test_a_form_that_cannot_be_had_is_a_bad_request_of_vllm_s_api_too(engine: VLLMEngine) -> None:
+    async with serving_openai(engine) as url, aiohttp.ClientSession() as session:
+        for wrong, _ in WRONG_FORMS:
+            body = {"model": TINY, "prompt": [1, 2], "max_tokens": 4, "structured_outputs": wrong}
+            async with session.post(f"{url}/v1/completions", json=body) as answer:
+                assert answer.status == 400, await answer.text()
 
 
 async def test_stop_tokens_end_a_response_and_least_lengths_delay_its_end(

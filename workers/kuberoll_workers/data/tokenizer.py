@@ -40,6 +40,11 @@ class TemplateRefused(ValueError):
 class Tokenizer(Protocol):
     """Conversion between text and token ids."""
 
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of token ids; all are below it. None: unknown."""
+        ...
+
     def encode(self, text: str) -> array[int]:
         """Ids of raw text; no special tokens are added."""
         ...

@@ -53,7 +53,6 @@ def external_client(
         limit=limit,
         tokenizer=tokenizer,
         window=window,
-        vocabulary=None if tokenizer is None else tokenizer.vocabulary,
     )
 
 

@@ -151,6 +151,10 @@ class PolicyRefused(PolicyError):
     """The request is at fault: a retry would be refused, too."""
 
 
+class UnknownTokens(PolicyError):
+    """The model has sampled ids that are no tokens: a retry with the same seed would, too."""
+
+
 class FatalRequest(PolicyRefused):
     """The request kills engines, so it is not sent to another one."""
 

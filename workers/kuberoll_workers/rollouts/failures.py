@@ -9,7 +9,7 @@ from kuberoll_workers.data.plain import message_of, printable
 from kuberoll_workers.data.record import FailureKind
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault
-from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
+from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable, UnknownTokens
 
 Stage = Literal["prompt", "generation", "environment", "trajectory", "group"]
 """The part of the loop that failed.
@@ -46,6 +46,8 @@ def failure_of(error: BaseException, *, stage: Stage, tries: int) -> TrajectoryF
         kind = "data"
     elif isinstance(error, PolicyUnavailable):
         kind = "infrastructure"
+    elif isinstance(error, UnknownTokens):
+        kind = "model"
     elif isinstance(error, EnvironmentFault):
         kind, traceback = "environment", error.traceback
     else:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import math
 import random
 import time
 from array import array
@@ -14,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kuberoll_workers.data.messages import chat_message, token_array
+from kuberoll_workers.data.messages import chat_message, is_response, token_array
 from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import TurnRecord
@@ -30,7 +29,14 @@ from kuberoll_workers.environments.outcome import (
 )
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.agent_sessions import AgentPolicy, AgentSession, ClosedSession
-from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyRefused, PolicyUnavailable
+from kuberoll_workers.policy.interface import (
+    GenerationResult,
+    Policy,
+    PolicyRefused,
+    PolicyUnavailable,
+    UnknownTokens,
+)
+from kuberoll_workers.policy.responses import check_ids, check_response
 from kuberoll_workers.policy.routing.replica import SessionPolicy
 from kuberoll_workers.rollouts import group_scores
 from kuberoll_workers.rollouts.agents import (
@@ -169,7 +175,11 @@ class Rollout:
                     raise
                 raise PolicyUnavailable(f"no response within generationSeconds ({limit:g} s)") from error
             free = self.settings.foreign_policy or not result.exact
-            _check(result, None if free else request.sampling.max_tokens)
+            check_response(
+                result,
+                max_tokens=None if free else request.sampling.max_tokens,
+                vocabulary=self._tokenizer.vocabulary,
+            )
             if request.tools is not None and result.tool_calls is None:
                 raise PolicyRefused(
                     "spec.generation.toolCallParser: the policy did not parse tool calls; its replicas are of an "
@@ -411,6 +421,7 @@ class Rollout:
                 agent_trajectory, sample, self.settings, closed, outcome, decode, seconds=seconds
             )
             record_agent(flight.metrics, flight.trajectory)
+            self._check_agent(flight.trajectory)
 
         await self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)
         flight.trajectory.check_tokens()
@@ -445,6 +456,7 @@ class Rollout:
             except EnvironmentFault as fault:
                 # The server has answered, and would answer in the same form again.
                 raise failure_of(fault, stage="environment", tries=tries + 1) from fault
+            self._check_agent(flight.trajectory)
 
         await self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)
         flight.trajectory.check_tokens()
@@ -500,6 +512,20 @@ class Rollout:
             cause = f"the turn took longer than rollout.timeouts.turnSeconds ({limit:g} s)"
             raise TrajectoryFailed(cause, kind="infrastructure", stage=stage, tries=1) from error
 
+    def _check_agent(self, trajectory: Trajectory) -> None:
+        """Check what was sampled in an agent's session.
+
+        Raises:
+            TrajectoryFailed: It has ids that are no tokens.
+        """
+        branches = [message for branch in trajectory.branches or () for message in branch.messages]
+        try:
+            for message in (*trajectory.messages, *branches):
+                if is_response(message):
+                    check_ids(token_array(message.token_ids), self._tokenizer.vocabulary)
+        except UnknownTokens as error:
+            raise failure_of(error, stage="generation", tries=1) from error
+
     async def _retrying(
         self, flight: InFlight, stage: Stage, attempts: int, operation: Callable[[int], Awaitable[_Result]]
     ) -> _Result:
@@ -547,23 +573,3 @@ def _aborted(closed: ClosedSession) -> str:
 async def _closed(policy: AgentPolicy, session: AgentSession) -> None:
     with contextlib.suppress(PolicyUnavailable):
         await policy.close_session(session)
-
-
-def _check(result: GenerationResult, max_tokens: int | None) -> None:
-    """Reject a malformed response; the endpoint is at fault.
-
-    Args:
-        max_tokens: The requested maximum; None if the policy did not receive it.
-
-    Raises:
-        PolicyUnavailable: The response is malformed; the message says how.
-    """
-    ids, logprobs = len(result.token_ids), len(result.logprobs)
-    if ids != logprobs and (logprobs or max_tokens is not None):
-        raise PolicyUnavailable(f"the response has {ids} token ids but {logprobs} logprobs")
-    if not math.isfinite(sum(result.logprobs)):
-        raise PolicyUnavailable("the response has a log-probability that is not a finite number")
-    if max_tokens is not None and ids > max_tokens:
-        raise PolicyUnavailable(f"the response has {ids} tokens, more than the {max_tokens} that were requested")
-    if result.finish_reason == "abort":
-        raise PolicyUnavailable("the engine aborted the request")

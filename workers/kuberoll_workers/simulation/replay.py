@@ -497,6 +497,8 @@ class _RecordedEnvironment(EnvironmentRunner):
 class _CountTokenizer:
     """Reads a text as a number of tokens, all of which are 0."""
 
+    vocabulary = None
+
     def encode(self, text: str) -> array[int]:
         return tokens_of_length(int(text)) if text else token_array()
 

@@ -22,6 +22,7 @@ class ForeignTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.vocabulary = None
 
     def encode(self, text: str) -> array[int]:
         if not text:

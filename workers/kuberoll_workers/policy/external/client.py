@@ -26,7 +26,6 @@ from kuberoll_workers.policy.client import (
 from kuberoll_workers.policy.external.completions import (
     BARE,
     EXTENDED,
-    check_ids,
     completion_body,
     completion_result,
 )
@@ -105,7 +104,6 @@ class ExternalClient:
         limit: int,
         tokenizer: Tokenizer | None = None,
         window: int | None = None,
-        vocabulary: int | None = None,
     ) -> None:
         """Store the settings; nothing is sent before the first use.
 
@@ -116,7 +114,6 @@ class ExternalClient:
             limit: Maximum number of concurrent requests.
             tokenizer: Encodes the texts of servers that return no token ids; None: such servers are refused.
             window: Context window in tokens, for servers that do not report it.
-            vocabulary: Number of token ids; None: unknown.
         """
         self._url = url.rstrip("/").removesuffix("/v1")
         self._api = api
@@ -125,7 +122,6 @@ class ExternalClient:
         self._limit = limit
         self._tokenizer = tokenizer
         self._window = window
-        self._vocabulary = vocabulary
         self._stack = AsyncExitStack()
         self._session: aiohttp.ClientSession | None = None
         self._probe_lock = asyncio.Lock()
@@ -172,19 +168,15 @@ class ExternalClient:
         if room == 0:
             return GenerationResult(token_ids=token_array(), logprobs=array(LOGPROB_TYPE), finish_reason="length")
         if found.native:
-            result = await self._generate(request, room)
-        else:
-            result = await self._complete(request, found, room)
-        with _naming(self._url):
-            check_ids(result.token_ids, self._vocabulary)
-        return result
+            return await self._generate(request, room)
+        return await self._complete(request, found, room)
 
     async def _generate(self, request: GenerationRequest, room: int) -> GenerationResult:
         answer = await self._post("/generate", request, generate_body(request, room=room))
         if answer.status != 200:
             raise _refusal(self._url, answer)
         with _naming(self._url):
-            return generate_result(answer.body)
+            return generate_result(answer.body, structured=request.sampling.structured_outputs is not None)
 
     async def _complete(self, request: GenerationRequest, server: _Server, room: int) -> GenerationResult:
         dialect, answer = server.dialect, None
@@ -206,7 +198,12 @@ class ExternalClient:
             raise _refusal(self._url, answer)
         server.dialect, server.proven = dialect, True
         with _naming(self._url):
-            return completion_result(answer.body, stop=request.sampling.stop, tokenizer=self._tokenizer)
+            return completion_result(
+                answer.body,
+                stop=request.sampling.stop,
+                tokenizer=self._tokenizer,
+                structured=request.sampling.structured_outputs is not None,
+            )
 
     async def open_session(self, settings: SessionSettings) -> AgentSession:
         """Open a session, if KubeRoll's own server is behind the endpoint.
@@ -366,7 +363,6 @@ async def open_external(
     limit: int,
     tokenizer: Tokenizer | None = None,
     window: int | None = None,
-    vocabulary: int | None = None,
 ) -> AsyncIterator[list[ExternalClient]]:
     """Open the clients of the endpoints of one policy, in order; see `ExternalClient`."""
     async with AsyncExitStack() as stack:
@@ -380,7 +376,6 @@ async def open_external(
                     limit=limit,
                     tokenizer=tokenizer,
                     window=window,
-                    vocabulary=vocabulary,
                 )
             )
             for url in urls

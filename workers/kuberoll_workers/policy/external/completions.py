@@ -18,6 +18,7 @@ from kuberoll_workers.policy.interface import (
     PolicyRefused,
     PolicyUnavailable,
 )
+from kuberoll_workers.policy.responses import unfinished
 
 EXTENDED, PLAIN, BARE = range(3)
 """Dialects of a request: with vLLM's fields; OpenAI's fields only; OpenAI's without log-probabilities."""
@@ -117,11 +118,14 @@ def completion_body(
     return body | {"logprobs": 1} if dialect == PLAIN else body
 
 
-def completion_result(body: bytes, *, stop: Sequence[str], tokenizer: Tokenizer | None) -> GenerationResult:
+def completion_result(
+    body: bytes, *, stop: Sequence[str], tokenizer: Tokenizer | None, structured: bool = False
+) -> GenerationResult:
     """Read a response.
 
     Args:
         stop: The request's stop strings.
+        structured: The request demands a form of the response.
         tokenizer: Encodes the text if the server returns no token ids.
 
     Raises:
@@ -135,7 +139,7 @@ def completion_result(body: bytes, *, stop: Sequence[str], tokenizer: Tokenizer 
     if len(completion.choices) != 1:
         raise PolicyUnavailable(f"the completion has {len(completion.choices)} choices; one was requested")
     choice = completion.choices[0]
-    reason = finish_reason(choice.finish_reason)
+    reason = finish_reason(choice.finish_reason, structured=structured)
     details = completion.usage.prompt_tokens_details if completion.usage is not None else None
     cached = (details.cached_tokens if details is not None else None) or 0
     ids = _token_ids(choice)
@@ -156,17 +160,20 @@ def completion_result(body: bytes, *, stop: Sequence[str], tokenizer: Tokenizer 
     )
 
 
-def finish_reason(given: str | None) -> FinishReason:
+def finish_reason(given: str | None, *, structured: bool) -> FinishReason:
     """Translate a server's finish reason.
+
+    Args:
+        structured: The request demands a form of the response.
 
     Raises:
         PolicyUnavailable: The response was not finished.
-        PolicyRefused: The server's content filter ended it.
+        PolicyRefused: The server's content filter ended it, or the form cannot be had.
     """
     if given == "content_filter":
         raise PolicyRefused("the server's content filter ended the response")
     if given is None or given not in _FINISHED:
-        raise PolicyUnavailable(f"the server ended the response with {given!r}")
+        raise unfinished(given, structured=structured)
     return _FINISHED[given]
 
 
@@ -182,27 +189,6 @@ def complete_logprobs(given: Sequence[float | None] | None, count: int) -> array
         message = f"the server returned {count} token ids but {len(known)} log-probabilities"
         raise PolicyUnavailable(message) if known else PolicyRefused(message)
     return array(LOGPROB_TYPE, known)
-
-
-def check_ids(ids: array[int], vocabulary: int | None) -> None:
-    """Check token ids from a server before they are used.
-
-    Args:
-        vocabulary: Number of token ids of the tokenizer; None: unknown.
-
-    Raises:
-        PolicyUnavailable: One is negative, or beyond the vocabulary.
-    """
-    if not ids:
-        return
-    lowest, highest = min(ids), max(ids)
-    if lowest < 0:
-        raise PolicyUnavailable(f"the server returned the token id {lowest}; ids are not negative")
-    if vocabulary is not None and highest >= vocabulary:
-        raise PolicyUnavailable(
-            f"the server returned the token id {highest}, but the tokenizer has only {vocabulary} ids; is "
-            "spec.generation.model.tokenizer that of the server's model?"
-        )
 
 
 def _token_ids(choice: _Choice) -> array[int] | None:

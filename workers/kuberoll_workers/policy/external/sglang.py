@@ -75,8 +75,11 @@ def _form(form: StructuredOutputs | None) -> dict[str, str]:
     return {"regex": form.regex} if form.regex is not None else {"ebnf": form.grammar or ""}
 
 
-def generate_result(body: bytes) -> GenerationResult:
+def generate_result(body: bytes, *, structured: bool = False) -> GenerationResult:
     """Read a response.
+
+    Args:
+        structured: The request demands a form of the response.
 
     Raises:
         PolicyUnavailable: It is not a finished result.
@@ -89,7 +92,7 @@ def generate_result(body: bytes) -> GenerationResult:
     finish = meta.finish_reason
     if finish is not None and finish.type == "abort" and 400 <= (finish.status_code or 500) < 500:
         raise PolicyRefused(f"the server refused the request: {finish.message}")
-    reason = finish_reason(None if finish is None else finish.type)
+    reason = finish_reason(None if finish is None else finish.type, structured=structured)
     if meta.output_token_logprobs is None:
         raise PolicyRefused("the server returned no output_token_logprobs, which have the sampled token ids")
     sampled = meta.output_token_logprobs

@@ -16,6 +16,7 @@ from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from kuberoll_workers.data.tokenizer_files import tokenizer_directory
 from kuberoll_workers.policy.interface import (
     EngineInfo,
     FinishReason,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _DEFAULT_WINDOW = 4096
-_DEFAULT_VOCABULARY = 32000
+# Ids that every tokenizer has.
+_DEFAULT_VOCABULARY = 256
 _KEPT_VERSIONS = 16
 
 
@@ -86,10 +88,24 @@ class Simulated:
         )
 
     async def start(self) -> None:
+        tokenizer = await asyncio.to_thread(self._load_tokenizer)
         if self._settings.responses:
-            self._tokenizer = await asyncio.to_thread(
-                HuggingFaceTokenizer.load, self._tokenizer_source, revision=self._tokenizer_revision
-            )
+            self._tokenizer = tokenizer
+        if tokenizer is not None:
+            # A model's own vocabulary may be padded with ids that are no tokens.
+            self._vocabulary = tokenizer.vocabulary
+
+    def _load_tokenizer(self) -> HuggingFaceTokenizer | None:
+        """The tokenizer; None if it is not on this machine, and random tokens do not need it."""
+        source = self._tokenizer_source
+        if not self._settings.responses and tokenizer_directory(source, self._tokenizer_revision, stored=True) is None:
+            return None
+        try:
+            return HuggingFaceTokenizer.load(source, revision=self._tokenizer_revision)
+        except (OSError, ValueError):
+            if self._settings.responses:
+                raise
+            return None
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         prompt = len(request.token_ids)

@@ -10,7 +10,6 @@ import difflib
 import functools
 import importlib.metadata
 import itertools
-import math
 import os
 import sys
 from array import array
@@ -34,9 +33,11 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
     SamplingParameters,
 )
+from kuberoll_workers.policy.responses import unfinished, unusable
 from kuberoll_workers.serving.engines.adapters import ENABLING_ARGUMENT, SLOTS, AdaptedClient, is_adapter
 from kuberoll_workers.serving.engines.checkpoint import Shapes, check_fit, mismatch, read_shapes
 from kuberoll_workers.serving.engines.children import exit_codes, started_children
+from kuberoll_workers.serving.engines.faults import fault_of
 from kuberoll_workers.serving.engines.fetching import fetch, is_remote
 from kuberoll_workers.serving.engines.gloo_backend import BACKEND as GLOO
 from kuberoll_workers.serving.engines.imports import without_collection
@@ -103,6 +104,11 @@ _ARGUMENTS = {
     "generation_config": "vllm",
 }
 
+_FORMS_ARGUMENT = "structured_outputs_config"
+# An engine has one implementation of structured outputs: left to choose, that which fits the first request that has
+# any, for all later ones too. What becomes of a request would depend on which one was first.
+_FORMS = {"backend": "xgrammar"}
+
 _PROBE_SECONDS = 60.0
 _IDLE_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
@@ -133,7 +139,7 @@ def engine_arguments(
     if world_size(given) > 1:
         # Inside a Ray actor vLLM may choose Ray for its workers, which needs GPUs that the actor did not reserve.
         arguments["distributed_executor_backend"] = "mp"
-    return {**arguments, **given}
+    return {**arguments, **given, _FORMS_ARGUMENT: {**_FORMS, **(given.get(_FORMS_ARGUMENT) or {})}}
 
 
 def _stat_loggers() -> list[Any]:
@@ -327,7 +333,6 @@ class VLLMEngine:
         if room == 0:
             return GenerationResult(token_ids=token_array(), logprobs=array(LOGPROB_TYPE), finish_reason="length")
 
-        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
 
         # The engine's ids must be unique while in flight; those of a caller's retries may repeat.
@@ -341,18 +346,18 @@ class VLLMEngine:
                 engine_id,
             ):
                 final = output
-        except (VLLMClientError, ValueError) as error:
-            raise PolicyRefused(str(error)) from error
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
-            # A dead engine, a full queue, a bug of the engine: a retry elsewhere or later may succeed.
-            raise PolicyUnavailable(self._death() or f"{type(error).__name__}: {error}") from error
+            raise fault_of(error, dead=self._dead(error)) from error
         if final is None or not final.outputs:
             raise PolicyUnavailable("the engine ended the request without an output")
         self._last_result = asyncio.get_running_loop().time()
         output = final.outputs[0]
-        result = _result(output, final.num_cached_tokens or 0, version if version == self._version else None)
+        result = _result(
+            output,
+            final.num_cached_tokens or 0,
+            version if version == self._version else None,
+            structured=request.sampling.structured_outputs is not None,
+        )
         if request.tools is None or self._parser is None:
             return result
         # Regular expressions over a long response take milliseconds.
@@ -561,6 +566,12 @@ class VLLMEngine:
         finally:
             task.cancel()
 
+    def _dead(self, error: Exception) -> str | None:
+        """What is known of the engine's death, by which a request ended with an error; None: it works."""
+        if (death := self._death()) is not None:
+            return death
+        return f"{type(error).__name__}: {error}" if self._engine is None or self._engine.errored else None
+
     def _death(self) -> str | None:
         return death_by_signal(exit_codes(self._processes))
 
@@ -624,23 +635,23 @@ def _sampling_params(sampling: SamplingParameters, room: int) -> SamplingParams:
     )
 
 
-def _result(output: CompletionOutput, cached_tokens: int, version: str | None) -> GenerationResult:
+def _result(output: CompletionOutput, cached_tokens: int, version: str | None, *, structured: bool) -> GenerationResult:
     """Convert vLLM's output.
 
     Args:
         version: Version of all tokens if the engine does not report it for each; None: they may be of two versions.
+        structured: The request demands a form of its response.
     """
     ids = token_array(output.token_ids)
     flat: Any = output.logprobs
     logprobs = array(LOGPROB_TYPE, [flat.logprobs[index] for index in flat.start_indices] if flat else [])
-    if len(logprobs) != len(ids) or not math.isfinite(sum(logprobs)):
-        raise PolicyUnavailable(f"the engine returned {len(logprobs)} usable log-probabilities for {len(ids)} tokens")
-    if output.finish_reason == "stop":
-        reason: Any = "stop"
-    elif output.finish_reason == "length":
-        reason = "length"
-    else:
-        raise PolicyUnavailable(f"the engine ended the request with {output.finish_reason!r}")
+    if output.finish_reason not in ("stop", "length"):
+        raise unfinished(output.finish_reason, structured=structured)
+    reason: Any = output.finish_reason
+    if (error := unusable(logprobs, structured=structured)) is not None:
+        raise error
+    if len(logprobs) != len(ids):
+        raise PolicyUnavailable(f"the engine returned {len(logprobs)} log-probabilities for {len(ids)} tokens")
     spans = getattr(output, "weight_versions", None) or ()
     versions = tuple((str(span.version), span.start, span.end) for span in spans)
     if len(ids) and not versions:

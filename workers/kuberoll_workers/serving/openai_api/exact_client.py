@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.sampling import distribution_of
-from kuberoll_workers.policy.interface import PolicyUnavailable
+from kuberoll_workers.policy.interface import PolicyError, PolicyRefused, PolicyUnavailable
+from kuberoll_workers.policy.responses import unfinished, unusable
+from kuberoll_workers.serving.engines.faults import fault_of
 from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Continuity, Generated
 from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, Sampled, VersionSpans
@@ -62,6 +64,7 @@ class ExactClient:
 
         Raises:
             PolicyUnavailable: The engine is broken, or it failed.
+            VLLMValidationError: The request is at fault, in vLLM's type for its API's errors.
         """
         exchange = EXCHANGE.get(None) or Exchange(session=None)
         # Now, and not when the first output is awaited: calls are in the order of the request's prompts.
@@ -91,19 +94,25 @@ class ExactClient:
         if exchange.recorded is not None:
             exchange.recorded.admit(params, len(ids))
             exchange.admitted += 1
-            if params.logprobs is None:
-                # Of the sampled tokens; the answer has none that were not asked for.
-                params.logprobs = 0
+        structured = params.structured_outputs is not None
+        if params.logprobs is None and (exchange.recorded is not None or structured):
+            # Of the sampled tokens; the answer has none that were not asked for.
+            params.logprobs = 0
         began = time.time()
         parts: dict[int, _Response] = {}
-        async for output in self._client.generate(prompt, params, request_id, **options):
+        async for output in self._outputs(prompt, params, request_id, options):
             for sequence in output.outputs:
                 if sequence.finish_reason not in _WHOLE:
+                    fault = unfinished(sequence.finish_reason, structured=structured)
+                    if isinstance(fault, PolicyRefused):
+                        raise _for_api(fault)
                     # An abort, by whatever it was caused: part of a response is none.
                     exchange.aborted = True
                     raise PolicyUnavailable("the engine failed while it generated the response")
                 response = parts.setdefault(sequence.index, _Response())
-                response.add(sequence, params)
+                logprobs = response.add(sequence, params)
+                if structured and (error := unusable(logprobs, structured=True)) is not None:
+                    raise _for_api(error)
                 if sequence.finish_reason is None:
                     continue
                 spans = sequence.weight_versions or ()
@@ -134,9 +143,29 @@ class ExactClient:
                     )
             yield output
 
+    async def _outputs(
+        self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The engine's outputs; an error that is the request's fault comes as one of vLLM's for such."""
+        from vllm.v1.engine.exceptions import EngineGenerateError
+
+        try:
+            async for output in self._client.generate(prompt, params, request_id, **options):
+                yield output
+        except EngineGenerateError as error:
+            fault = fault_of(error, dead=str(error) if self._client.errored else None)
+            raise (_for_api(fault) if isinstance(fault, PolicyRefused) else error) from error
+
     def _ends(self, token: int, stop_reason: int | str | None) -> bool:
         """True if a token ended its response: vLLM names those that end one beside the model's own."""
         return token == stop_reason or (stop_reason is None and token == self._memory.end_token)
+
+
+def _for_api(error: PolicyError) -> Exception:
+    """The exception that vLLM's API answers as it should: a refusal with 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    return VLLMValidationError(str(error)) if isinstance(error, PolicyRefused) else error
 
 
 class _Response:
@@ -146,7 +175,8 @@ class _Response:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
 
-    def add(self, sequence: Any, params: SamplingParams) -> None:
+    def add(self, sequence: Any, params: SamplingParams) -> list[float]:
+        """Add an output; return its log-probabilities."""
         from vllm.sampling_params import RequestOutputKind
 
         ids = list(sequence.token_ids)
@@ -156,3 +186,4 @@ class _Response:
             self.logprobs += logprobs
         else:
             self.ids, self.logprobs = ids, logprobs
+        return logprobs
