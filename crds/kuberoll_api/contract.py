@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 from pydantic import Field, StringConstraints
 
 from kuberoll_api.model.access import Scope as Scope
-from kuberoll_api.model.generation import Autoscaling, Generation, SimulatedEngine, Weights
+from kuberoll_api.model.generation import Autoscaling, Generation, SelfCheck, SimulatedEngine, Weights
 from kuberoll_api.model.types import MAX_COUNT
 
 EXIT_FAILED: Final = 1
@@ -206,6 +206,7 @@ class ServeArgs:
             widely readable: a replica takes them from its environment variables.
         tool_call_parser: Name of vLLM's tool parser; None: calls of tools are not parsed by replicas.
         reasoning_parser: Name of vLLM's reasoning parser; None: reasoning is part of the text of a response.
+        self_check: What becomes of an engine that samples otherwise than it reports.
         weights: Initial weights that replace the model's own.
         application: Name of the application in Serve.
         drain_seconds: Maximum time in which a replica that is stopped answers its pending requests.
@@ -230,6 +231,7 @@ class ServeArgs:
     tokens_required: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    self_check: SelfCheck = "Require"
     weights: WeightsSource | None = None
     application: str = APPLICATION
     drain_seconds: float = 600.0
@@ -263,6 +265,7 @@ class ServeArgs:
             "autoscaling": autoscaling_config(generation.autoscaling),
             "tool_call_parser": generation.tool_call_parser,
             "reasoning_parser": generation.reasoning_parser,
+            "self_check": generation.self_check,
         }
         return cls(**{**fields, **more})
 

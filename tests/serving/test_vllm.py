@@ -36,7 +36,9 @@ from kuberoll_workers.policy.interface import (
 )
 from kuberoll_workers.serving.engines import spare_interpreter
 from kuberoll_workers.serving.engines.interface import WeightsRefused
+from kuberoll_workers.serving.engines.self_check import TEXTS
 from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
+from kuberoll_workers.serving.engines.vllm_prober import VLLMProber, prove
 from tests.policy.openai_serving import openai_client, serving_openai
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -210,6 +212,29 @@ async def test_a_form_that_cannot_be_had_is_a_bad_request_of_vllm_s_api_too(engi
             body = {"model": TINY, "prompt": [1, 2], "max_tokens": 4, "structured_outputs": wrong}
             async with session.post(f"{url}/v1/completions", json=body) as answer:
                 assert answer.status == 400, await answer.text()
+
+
+async def test_a_check_of_the_engine_is_no_traffic(engine: VLLMEngine, tokenizer: HuggingFaceTokenizer) -> None:
+    client = await engine.open_client()
+    reports = [await prove(client, client, cpu=True, whole=number == 0) for number in range(4)]
+    assert [report.words for report in reports] == [""] * 4
+    assert max(pair.difference for report in reports for pair in report.pairs) < 1e-3
+    assert max(report.evidence for report in reports) < 0.0
+    prompt = tokenizer.encode(TEXTS[0]).tolist()
+    drawn = await VLLMProber(client).sample(prompt, temperature=1.0, seed=1, tokens=80)
+    # Whole blocks of the cache, none of which is for others.
+    assert (await engine.generate(request([*prompt, *drawn.ids], max_tokens=1))).cached_tokens == 0
+    checking = asyncio.ensure_future(prove(client, client, cpu=True, whole=True))
+    loads = [engine.info() async for _ in turns_until(checking)]
+    assert {(info.ongoing_requests, info.tokens_in_flight) for info in loads} == {(0, 0)}
+    await checking
+
+
+async def turns_until(work: asyncio.Future[Any]) -> AsyncIterator[None]:
+    """A turn of the loop each, until work is done."""
+    while not work.done():
+        yield
+        await asyncio.sleep(0)
 
 
 async def test_stop_tokens_end_a_response_and_least_lengths_delay_its_end(

@@ -26,6 +26,8 @@ from kuberoll_api.model.types import (
     keyed_by,
 )
 
+SelfCheck = Literal["Require", "Warn", "Off"]
+
 
 class ModelFiles(Model):
     """A model: the places of its weights and its tokenizer."""
@@ -269,6 +271,12 @@ class Generation(PodOptions):
         default=None,
         description="Name of the vLLM reasoning parser that fits the model, as in vLLM's --reasoning-parser (`qwen3`, "
         "`deepseek_r1`, ...), for agents that call the endpoint. Absent: reasoning is part of a message's content.",
+    )
+    self_check: Annotated[SelfCheck, OPERATION] = Field(
+        default="Require",
+        description="What becomes of an engine whose own scores contradict what it samples, which it proves at its "
+        "start and after each change of weights: Require does not start it, or stops it; Warn logs it; Off does not "
+        "check. Bounds of precision only warn for kinds of engines on which they were not measured, as all on GPUs.",
     )
     simulated: Annotated[SimulatedEngine | None, IDENTITY] = Field(
         default=None, description="Settings of the Simulated engine."

@@ -60,6 +60,7 @@ class VLLMKind:
             tokenizer_revision=args.tokenizer_revision,
             engine_args=placed_engine_args(args),
             tool_call_parser=args.tool_call_parser,
+            self_check=args.self_check,
         )
 
     def missing(self) -> str | None:

