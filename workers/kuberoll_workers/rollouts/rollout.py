@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kuberoll_workers.data.messages import chat_message, is_response, token_array
+from kuberoll_workers.data.messages import chat_message, token_array
 from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import TurnRecord
@@ -521,7 +521,7 @@ class Rollout:
         branches = [message for branch in trajectory.branches or () for message in branch.messages]
         try:
             for message in (*trajectory.messages, *branches):
-                if is_response(message):
+                if message.sampled:
                     check_ids(token_array(message.token_ids), self._tokenizer.vocabulary)
         except UnknownTokens as error:
             raise failure_of(error, stage="generation", tries=1) from error
