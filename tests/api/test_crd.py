@@ -94,6 +94,15 @@ def test_the_schema_is_structural_described_and_bounded(path: str, given: Schema
         assert "nullable" not in given
 
 
+def test_no_choice_is_a_boolean_for_readers_of_older_yaml() -> None:
+    # Helm and kubectl read YAML 1.1, where an unquoted Off is false.
+    choices = {choice for _, given in places(SCHEMA) for choice in given.get("enum", ())}
+    assert "Require" in choices
+    assert not {
+        choice for choice in choices if str(choice).lower() in ("y", "n", "yes", "no", "on", "off", "true", "false")
+    }
+
+
 def test_lists_with_keys_have_items_with_those_keys() -> None:
     keyed = {path: given for path, given in PLACES if given.get("x-kubernetes-list-type") == "map"}
     assert {".spec.environments", ".spec.workers.env", ".status.conditions"} <= set(keyed)

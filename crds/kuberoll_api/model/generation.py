@@ -26,7 +26,7 @@ from kuberoll_api.model.types import (
     keyed_by,
 )
 
-SelfCheck = Literal["Require", "Warn", "Off"]
+SelfCheck = Literal["Require", "Warn", "Skip"]
 
 
 class ModelFiles(Model):
@@ -275,7 +275,7 @@ class Generation(PodOptions):
     self_check: Annotated[SelfCheck, OPERATION] = Field(
         default="Require",
         description="What becomes of an engine whose own scores contradict what it samples, which it proves at its "
-        "start and after each change of weights: Require does not start it, or stops it; Warn logs it; Off does not "
+        "start and after each change of weights: Require does not start it, or stops it; Warn logs it; Skip does not "
         "check. Bounds of precision only warn for kinds of engines on which they were not measured, as all on GPUs.",
     )
     simulated: Annotated[SimulatedEngine | None, IDENTITY] = Field(

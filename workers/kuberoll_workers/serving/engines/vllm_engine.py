@@ -556,7 +556,7 @@ class VLLMEngine:
             SelfCheckFailed: It does not, for certain.
             PolicyUnavailable: It is dead.
         """
-        if self._self_check == "Off":
+        if self._self_check == "Skip":
             return
         engine, arguments = self._started(), {**self._arguments}
         try:
