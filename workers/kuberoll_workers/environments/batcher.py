@@ -82,8 +82,9 @@ class Batcher:
         self._hanging: deque[_Waiting] = deque()
         self._running: dict[asyncio.Task[None], _Call] = {}
         self._longest = 0.0
-        # Usual duration of a call for each of its episodes, in seconds.
+        # Usual duration of a call for each of its episodes, in seconds; 0: unknown.
         self._each = 0.0
+        self._returned = False
         self._scheduled = False
 
     async def call(self, kind: type[AnyBatch], item: Any, *, alone: bool = False, hung: bool = False) -> Any:
@@ -240,8 +241,14 @@ class Batcher:
         return outcomes
 
     def _note(self, seconds: float, size: int) -> None:
+        if not self._returned:
+            # The first one may load a model.
+            self._returned = True
+            return
         each = seconds / size
-        self._each = each if not self._each else self._each + _LEARNING * (each - self._each)
+        # Small calls cost more for each of their episodes, which says nothing of large ones.
+        rises = 0.0 < self._each < each
+        self._each = self._each + _LEARNING * (each - self._each) if rises else each
 
     def _overdue(self, call: _Call) -> None:
         call.overdue = True

@@ -252,7 +252,10 @@ class DirectoryStorage:
         whole = self.path / f"{name}.jsonl"
         parts = [path for path in self.journal_files(name) if not Path(path).name.startswith(CONSUMER)]
         if parts in ([], [str(whole)]):
-            return  # one file from the start
+            # One file from the start, or none: a writer that had nothing to write has made the directory.
+            with contextlib.suppress(OSError):
+                (self.path / name).rmdir()
+            return
         lines = [line for path in parts for _, line in whole_lines(Path(path))]
         if lines:
             write_atomically(whole, b"".join(lines))
