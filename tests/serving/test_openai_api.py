@@ -410,6 +410,7 @@ BAD = [
     ({"response_format": {"type": "json_schema"}}, "json_schema"),
     ({"guided_json": {"type": "object"}}, "guided_json: "),
     ({"use_beam_search": True}, "use_beam_search: True is not supported"),
+    ({"logprob_token_ids": [7]}, "logprob_token_ids: [7] is not supported"),
     ({"best_of": 4}, "best_of: 4 is not supported"),
     ({"messages": []}, "empty conversation"),
     ({"messages": [{"content": "x"}]}, "role"),

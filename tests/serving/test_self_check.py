@@ -41,6 +41,7 @@ class Model:
         seeded: Seeds have an effect.
         stops: Stop strings have an effect.
         temperature: What is sampled with when 1 is asked for.
+        scores: It scores prompts.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class Model:
         seeded: bool = True,
         stops: bool = True,
         temperature: float = 1.0,
+        scores: bool = True,
         number: int = 0,
     ) -> None:
         self._noise, self._garbage, self._temperature = noise, garbage, temperature
-        self._seeded, self._stops = seeded, stops
+        self._seeded, self._stops, self._scores = seeded, stops, scores
         self._draw = numpy.random.default_rng(number)
         self._number = number
 
@@ -84,7 +86,9 @@ class Model:
                 return Drawn(ids[len(prompt) :], logprobs, text, stopped=True)
         return Drawn(ids[len(prompt) :], logprobs, text, stopped=False)
 
-    async def score(self, ids: Sequence[int]) -> list[Scored]:
+    async def score(self, ids: Sequence[int]) -> list[Scored] | None:
+        if not self._scores:
+            return None
         exact = [self._logprobs(ids[:n]) for n in range(1, len(ids))]
         return [Scored(float(row[token]), float(row.max())) for row, token in zip(exact, ids[1:], strict=True)]
 
@@ -139,6 +143,13 @@ async def test_seeds_and_stop_strings_without_effect_are_found() -> None:
     report = await report_of(Model(stops=False))
     assert "stop string" in report.words
     assert report.certain
+
+
+async def test_an_engine_that_scores_no_prompts_is_asked_the_rest() -> None:
+    report = await report_of(Model(scores=False, garbage=0.15))
+    assert (list(report.pairs), report.findings) == ([], [])
+    report = await report_of(Model(scores=False, stops=False))
+    assert "stop string" in report.words
 
 
 @settings(max_examples=50)

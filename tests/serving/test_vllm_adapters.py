@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from kuberoll.trainer.transports import describe
 from kuberoll_workers.policy.interface import GenerationResult
 from kuberoll_workers.serving.engines.interface import WeightsRefused
 from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
+from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Texts
+from kuberoll_workers.serving.openai_api.exact_client import ExactClient
 from tests.serving.stepped_model import greedy_ids
 from tests.serving.test_vllm import TINY, request
 
@@ -147,6 +150,22 @@ async def test_adapters_that_cannot_be_used_change_nothing(engine: VLLMEngine, t
     plain = VLLMEngine(model=TINY, tokenizer=TINY, revision=None, engine_args={})
     with pytest.raises(WeightsRefused, match="is an adapter: set"):
         await plain._load_adapter(tmp_path / "version-6", "1")
+
+
+async def test_a_request_for_scores_of_prompts_does_not_end_the_engine(engine: VLLMEngine) -> None:
+    """On CPUs with adapters vLLM's process dies of one, which anybody may send."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    memory = ChatMemory(
+        Texts(decode=lambda _: "", encode=lambda _: array("i"), end=None, read=lambda text, *_: (text, []))
+    )
+    client = ExactClient(await engine.open_client(), engine, memory)
+    outputs = client.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=1, prompt_logprobs=1), "scores")
+    with pytest.raises(VLLMValidationError, match="prompt_logprobs: vLLM has none on CPUs"):
+        await anext(outputs)
+    assert (await said(engine)).token_ids
+    await engine.check_health()
 
 
 async def test_adapters_come_with_their_description(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ async def test_an_episode_from_its_reset_to_its_close(tmp_path: Path) -> None:
     async with serving("Rooms", tmp_path) as url:
         assert (await get(url, "/healthz")) == (200, "ok\n")
         status, info = await get(url, "/v1/info")
-        assert (status, info["protocol"], info["recovery"], info["reset"]) == (200, 1, "replay", True)
+        assert (status, info["protocol"], info["recovery"], info["reset"]) == (200, 2, "replay", True)
         _, started = await post(url, "/v1/reset", {"episodes": [episode("a", row=1)]})
         assert started == {
             "starts": [

@@ -90,8 +90,8 @@ class Prober(Protocol):
         """Continue a prompt by so many tokens, past its end; the prefix cache is not read."""
         ...
 
-    async def score(self, ids: Sequence[int]) -> list[Scored]:
-        """Score all tokens but the first; the prefix cache is not read."""
+    async def score(self, ids: Sequence[int]) -> list[Scored] | None:
+        """Score all tokens but the first; the prefix cache is not read. None: the engine scores no prompts."""
         ...
 
 
@@ -133,7 +133,7 @@ class Report:
     """The result of a check.
 
     Attributes:
-        pairs: Of the tokens that were sampled at temperature 1.
+        pairs: Of the tokens that were sampled at temperature 1; empty if the engine scores no prompts.
         evidence: See the module, nats.
         findings: Empty for a sound engine.
     """
@@ -178,6 +178,7 @@ async def check(prober: Prober, prompts: Sequence[Sequence[int]], kind: Kind, *,
     pairs = [
         Pair(reported, score.logprob)
         for response, scored in zip(drawn, scores, strict=True)
+        if scored
         for reported, score in zip(response.logprobs, scored, strict=True)
     ]
     findings = list(distribution_findings(pairs, kind))
@@ -293,8 +294,9 @@ def _stop_of(text: str) -> str | None:
 
 
 async def _score(prober: Prober, prompt: Sequence[int], response: Drawn) -> list[Scored]:
+    """Scores of a response's tokens; none if the engine scores no prompts."""
     scored = await prober.score([*prompt, *response.ids])
-    return scored[len(prompt) - 1 :]
+    return [] if scored is None else scored[len(prompt) - 1 :]
 
 
 async def _each(call: Callable[[int], Awaitable[_Result]], numbers: Iterable[int]) -> list[_Result]:

@@ -567,6 +567,8 @@ class VLLMEngine:
                 raise PolicyUnavailable(self._death() or f"the engine is dead: {error}") from error
             _log.warning("the engine cannot check itself: %s: %s", type(error).__name__, error)
             return
+        if whole and not report.pairs:
+            _log.warning("the engine's self-check lacks its distribution: vLLM scores no prompts on CPUs with adapters")
         if not report.findings:
             return
         message = failure_message(report, different_arguments(arguments, _default_arguments()))

@@ -47,6 +47,14 @@ def kind_of(settings: VllmConfig, *, cpu: bool) -> Kind:
     )
 
 
+def scores_prompts(settings: VllmConfig) -> bool:
+    """False if the log-probabilities of a prompt's tokens end vLLM's process.
+
+    That is so on CPUs with adapters: their kernel for logits expects as many rows as there are requests (0.32).
+    """
+    return settings.lora_config is None or settings.device_config.device_type != "cpu"
+
+
 def prompts_of(tokenizer: Any, vocabulary: int) -> list[list[int]]:
     """Prompts of a check.
 
@@ -65,9 +73,13 @@ def prompts_of(tokenizer: Any, vocabulary: int) -> list[list[int]]:
 class VLLMProber:
     """A started vLLM engine."""
 
-    def __init__(self, client: AsyncLLM, *, rank: int | None = None) -> None:
-        """`rank` is that of one of several engines that share the requests; None: there is only one."""
-        self._client = client
+    def __init__(self, client: AsyncLLM, *, rank: int | None = None, scores: bool = True) -> None:
+        """
+        Args:
+            rank: That of one of several engines that share the requests; None: there is only one.
+            scores: The engine can score prompts.
+        """
+        self._client, self._scores = client, scores
         self._options: dict[str, Any] = {} if rank is None else {"data_parallel_rank": rank}
         self._numbers = itertools.count()
 
@@ -95,10 +107,12 @@ class VLLMProber:
         logprobs = [entry[token].logprob for token, entry in zip(ids, output.logprobs or (), strict=True)]
         return Drawn(ids, logprobs, output.text, output.finish_reason == "stop")
 
-    async def score(self, ids: Sequence[int]) -> list[Scored]:
+    async def score(self, ids: Sequence[int]) -> list[Scored] | None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        if not self._scores:
+            return None
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -147,7 +161,7 @@ async def prove(engine: AsyncLLM, client: AsyncLLM, *, cpu: bool, whole: bool) -
     ranks: list[int | None] = list(range(settings.parallel_config.data_parallel_size))
     reports = [
         await check(
-            VLLMProber(client, rank=rank),
+            VLLMProber(client, rank=rank, scores=scores_prompts(settings)),
             prompts if whole else prompts[:SHORT_TEXTS],
             kind,
             whole=whole,

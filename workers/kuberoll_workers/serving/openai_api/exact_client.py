@@ -13,6 +13,7 @@ from kuberoll_workers.policy.interface import PolicyError, PolicyRefused, Policy
 from kuberoll_workers.policy.responses import unfinished, unusable
 from kuberoll_workers.serving.engines.faults import fault_of
 from kuberoll_workers.serving.engines.interface import Engine
+from kuberoll_workers.serving.engines.vllm_prober import scores_prompts
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Continuity, Generated
 from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, Sampled, VersionSpans
 
@@ -91,6 +92,10 @@ class ExactClient:
         exchange.continuity = continuity
         if continuity == "realigned":
             prompt = {**prompt, "prompt_token_ids": ids.tolist()}
+        if params.prompt_logprobs is not None and not scores_prompts(self._client.vllm_config):
+            raise _for_api(
+                PolicyRefused("prompt_logprobs: vLLM has none on CPUs with spec.generation.engineArgs.enable_lora")
+            )
         if exchange.recorded is not None:
             exchange.recorded.admit(params, len(ids))
             exchange.admitted += 1
@@ -108,7 +113,7 @@ class ExactClient:
                         raise _for_api(fault)
                     # An abort, by whatever it was caused: part of a response is none.
                     exchange.aborted = True
-                    raise PolicyUnavailable("the engine failed while it generated the response")
+                    raise fault
                 response = parts.setdefault(sequence.index, _Response())
                 logprobs = response.add(sequence, params)
                 if structured and (error := unusable(logprobs, structured=True)) is not None:

@@ -46,8 +46,14 @@ _IGNORED: Final[Mapping[str, tuple[Any, ...]]] = {
     "guided_regex": (),
     "modalities": (["text"],),
 }
-# Sampling of another kind than trajectories are made of.
-_REFUSED: Final = {"use_beam_search": (False,), "background": (False,), "previous_response_id": ()}
+# Sampling of another kind than trajectories are made of; and what takes the alternatives (`top_logprobs`) from all
+# other requests of its batch, as vLLM gathers either one or the other for a whole batch (0.32).
+_REFUSED: Final = {
+    "use_beam_search": (False,),
+    "background": (False,),
+    "previous_response_id": (),
+    "logprob_token_ids": (),
+}
 _MEDIA: Final = ("image", "audio", "video", "file")
 
 
