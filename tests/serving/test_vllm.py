@@ -37,6 +37,7 @@ from kuberoll_workers.policy.interface import (
 from kuberoll_workers.serving.engines import spare_interpreter
 from kuberoll_workers.serving.engines.interface import WeightsRefused
 from kuberoll_workers.serving.engines.self_check import TEXTS
+from kuberoll_workers.serving.engines.spot_check import SpotChecks
 from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
 from kuberoll_workers.serving.engines.vllm_prober import VLLMProber, prove
 from tests.policy.openai_serving import openai_client, serving_openai
@@ -235,6 +236,27 @@ async def turns_until(work: asyncio.Future[Any]) -> AsyncIterator[None]:
     while not work.done():
         yield
         await asyncio.sleep(0)
+
+
+async def test_responses_of_a_run_are_scored_once_more(
+    engine: VLLMEngine, tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spots = SpotChecks(longest=WINDOW - 1, share=0.5)
+    monkeypatch.setattr(engine, "_spots", spots)
+    prompts = [list(tokenizer.encode(text)) for text in TEXTS * 4]
+
+    def of(number: int) -> GenerationRequest:
+        # Every other one has log-probabilities that scores of prompts have not.
+        settings = {"top_k": 5} if number % 2 else {"seed": number}
+        return request(prompts[number], f"spot-{number}", temperature=1.0, max_tokens=24, **settings)
+
+    await asyncio.gather(*(engine.generate(of(number)) for number in range(len(prompts))))
+    while engine._spot_tasks:
+        await asyncio.wait(engine._spot_tasks)
+    assert spots.tally.responses == len(prompts)
+    assert 2 <= spots.tally.checked <= len(prompts) // 2
+    assert 0 < spots.tally.largest < 1e-3
+    await engine.check_health()
 
 
 async def test_stop_tokens_end_a_response_and_least_lengths_delay_its_end(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kuberoll_workers.policy.interface import EngineInfo, GenerationRequest, GenerationResult
+from kuberoll_workers.serving.engines.spot_check import Response
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -78,6 +79,15 @@ class Engine(Protocol):
 
         Raises:
             PolicyUnavailable: The engine is broken: its client would wait for ever.
+        """
+        ...
+
+    def note(self, response: Response, sampling: Any, *, computed: int) -> None:
+        """Note a response that its client sampled, which an engine may check.
+
+        Args:
+            sampling: vLLM's parameters of it.
+            computed: Number of tokens that the engine computed for it.
         """
         ...
 

@@ -187,6 +187,16 @@ async def check(prober: Prober, prompts: Sequence[Sequence[int]], kind: Kind, *,
     return Report(pairs=pairs, evidence=evidence(pairs, kind.vocabulary), findings=findings)
 
 
+async def check_response(
+    prober: Prober, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], kind: Kind
+) -> Report:
+    """Check a response that was sampled at temperature 1, by its reported log-probabilities."""
+    scored = await prober.score([*prompt, *response]) or []
+    scores = scored[len(prompt) - 1 :]
+    pairs = [Pair(reported, score.logprob) for reported, score in zip(logprobs, scores, strict=bool(scores))]
+    return Report(pairs=pairs, evidence=evidence(pairs, kind.vocabulary), findings=distribution_findings(pairs, kind))
+
+
 def distribution_findings(pairs: Sequence[Pair], kind: Kind) -> list[Finding]:
     """Faults of the distribution that tokens were sampled from, and of the log-probabilities reported for them."""
     if not pairs:

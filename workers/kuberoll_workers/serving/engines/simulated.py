@@ -178,6 +178,9 @@ class Simulated:
     def check_usable(self) -> None:
         return None
 
+    def note(self, *_: Any, **__: Any) -> None:
+        return None
+
     async def shutdown(self) -> None:
         if self._client is not None:
             client, self._client = self._client, None

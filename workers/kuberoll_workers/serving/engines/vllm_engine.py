@@ -23,6 +23,7 @@ import msgspec
 
 from kuberoll_api.model.generation import SelfCheck
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
+from kuberoll_workers.data.sampling import distribution_of
 from kuberoll_workers.data.thoughts import ThoughtsReader
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from kuberoll_workers.data.tool_calls import ToolCalls
@@ -45,8 +46,10 @@ from kuberoll_workers.serving.engines.gloo_backend import BACKEND as GLOO
 from kuberoll_workers.serving.engines.imports import without_collection
 from kuberoll_workers.serving.engines.interface import OWN_VERSION, WeightsRefused
 from kuberoll_workers.serving.engines.receiving import NotReceived, VLLMTransfers, WeightsReceiver
-from kuberoll_workers.serving.engines.self_check import SelfCheckFailed, different_arguments, failure_message
-from kuberoll_workers.serving.engines.vllm_prober import PREFIX, prove
+from kuberoll_workers.serving.engines.self_check import Report, SelfCheckFailed, different_arguments, failure_message
+from kuberoll_workers.serving.engines.spot_check import Response, SpotChecks, longest_for, response_of
+from kuberoll_workers.serving.engines.spot_metrics import SpotMetrics
+from kuberoll_workers.serving.engines.vllm_prober import PREFIX, prove, prove_response, scores_prompts
 from kuberoll_workers.serving.engines.worker_extensions import FOR_CPUS, FOR_TRANSFERS
 from kuberoll_workers.serving.root_cause import death_by_signal
 
@@ -255,6 +258,11 @@ class VLLMEngine:
         self._spans_machines = False
         self._loading = False
         self._self_check = self_check
+        # None: no response is scored once more.
+        self._spots: SpotChecks | None = None
+        self._spot_metrics: SpotMetrics | None = None
+        self._spot_tasks: set[asyncio.Task[None]] = set()
+        self._spot_warned = False
         # Given while new weights are served that are not proven yet.
         self._unproven: asyncio.Event | None = None
         self._broken: str | None = None
@@ -280,6 +288,9 @@ class VLLMEngine:
         # The first request triggers lazy compilation and allocation; it has log-probabilities as all later ones.
         await self._probe()
         await self._prove(whole=True)
+        if self._self_check != "Skip" and scores_prompts(self._started().vllm_config):
+            self._spots = SpotChecks(longest=longest_for(self._vocabulary, self._window))
+            self._spot_metrics = SpotMetrics.of_this_process()
 
     async def _start(self, *, cpu: bool) -> None:
         with without_collection():
@@ -377,6 +388,11 @@ class VLLMEngine:
             version if version == self._version else None,
             structured=request.sampling.structured_outputs is not None,
         )
+        self.note(
+            response_of(request.token_ids, result.token_ids, result.logprobs, result.policy_versions),
+            request.sampling,
+            computed=prompt - result.cached_tokens + len(result.token_ids),
+        )
         if request.tools is None or self._parser is None:
             return result
         # Regular expressions over a long response take milliseconds.
@@ -469,9 +485,7 @@ class VLLMEngine:
         except BaseException as error:
             self._broken = f"the weights {version} could not be loaded: {type(error).__name__}: {error}"
             # Abort the waiting requests, so that they are retried elsewhere at once.
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(_ABORT_SECONDS):
-                    await engine.pause_generation(mode="abort")
+            await self._abort()
             if isinstance(error, Exception):
                 raise PolicyUnavailable(self._broken) from error
             raise
@@ -479,6 +493,12 @@ class VLLMEngine:
             self._loading = False
             self._unproven = None
             unproven.set()
+
+    async def _abort(self) -> None:
+        """End all requests in flight."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_ABORT_SECONDS):
+                await self._started().pause_generation(mode="abort")
 
     async def _load_adapter(self, path: Path, version: str) -> None:
         if self._adapted is None:
@@ -558,7 +578,7 @@ class VLLMEngine:
         """
         if self._self_check == "Skip":
             return
-        engine, arguments = self._started(), {**self._arguments}
+        engine = self._started()
         try:
             report = await prove(engine, self._client(), cpu=is_cpu_build(), whole=whole)
         except Exception as error:
@@ -569,9 +589,17 @@ class VLLMEngine:
             return
         if whole and not report.pairs:
             _log.warning("the engine's self-check lacks its distribution: vLLM scores no prompts on CPUs with adapters")
+        self._judge(report)
+
+    def _judge(self, report: Report) -> None:
+        """Log the findings of a check.
+
+        Raises:
+            SelfCheckFailed: They are certain, and the check is required.
+        """
         if not report.findings:
             return
-        message = failure_message(report, different_arguments(arguments, _default_arguments()))
+        message = failure_message(report, different_arguments(self._arguments, _default_arguments()))
         if report.certain and self._self_check == "Require":
             raise SelfCheckFailed(message)
         _log.warning("%s", message)
@@ -608,12 +636,47 @@ class VLLMEngine:
         engine = self._started()
         return engine if self._adapted is None else cast("AsyncLLM", self._adapted)
 
+    def note(self, response: Response, sampling: Any, *, computed: int) -> None:
+        if self._spots is None:
+            return
+        chosen = self._spots.choose(response, distribution_of(sampling), computed=computed, version=self._version)
+        if self._spot_metrics is not None:
+            self._spot_metrics.set(self._spots.tally)
+        if chosen is not None:
+            self._spot_tasks.add(task := asyncio.create_task(self._check(chosen)))
+            task.add_done_callback(self._spot_tasks.discard)
+
+    async def _check(self, response: Response) -> None:
+        """Score a response once more; an engine that contradicts itself generates no other."""
+        engine, spots = self._started(), self._spots
+        try:
+            report = await prove_response(engine, self._client(), response, cpu=is_cpu_build())
+        except Exception as error:
+            if not engine.errored and self._broken is None:
+                _log.warning("the engine checks no more responses: %s: %s", type(error).__name__, error)
+                self._spots = None
+            return
+        if spots is None or not report.pairs or self._loading or self._version != response.version:
+            return
+        spots.count(report.pairs)
+        if not report.certain and self._spot_warned:
+            # The metrics say the rest.
+            return
+        self._spot_warned = bool(report.findings)
+        try:
+            self._judge(report)
+        except SelfCheckFailed as error:
+            self._broken = str(error)
+            await self._abort()
+
     def check_usable(self) -> None:
         if self._broken is not None:
             raise PolicyUnavailable(self._broken)
         self._started()
 
     async def shutdown(self) -> None:
+        for task in self._spot_tasks:
+            task.cancel()
         if self._engine is not None:
             engine, self._engine = self._engine, None
             with contextlib.suppress(Exception):

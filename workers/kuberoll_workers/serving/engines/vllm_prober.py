@@ -16,7 +16,9 @@ from kuberoll_workers.serving.engines.self_check import (
     Report,
     Scored,
     check,
+    check_response,
 )
+from kuberoll_workers.serving.engines.spot_check import Response
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -140,6 +142,19 @@ class VLLMProber:
         if final is None or not final.outputs:
             raise RuntimeError("the engine ended a request of its self-check without an output")
         return final
+
+
+async def prove_response(engine: AsyncLLM, client: AsyncLLM, response: Response, *, cpu: bool) -> Report:
+    """Check a response of a run.
+
+    Args:
+        client, cpu: As for `prove`.
+
+    Raises:
+        Exception: vLLM's, if it cannot score prompts.
+    """
+    kind = kind_of(engine.vllm_config, cpu=cpu)
+    return await check_response(VLLMProber(client), response.prompt, response.ids, response.logprobs, kind)
 
 
 async def prove(engine: AsyncLLM, client: AsyncLLM, *, cpu: bool, whole: bool) -> Report:

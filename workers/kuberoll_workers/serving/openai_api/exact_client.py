@@ -13,6 +13,7 @@ from kuberoll_workers.policy.interface import PolicyError, PolicyRefused, Policy
 from kuberoll_workers.policy.responses import unfinished, unusable
 from kuberoll_workers.serving.engines.faults import fault_of
 from kuberoll_workers.serving.engines.interface import Engine
+from kuberoll_workers.serving.engines.spot_check import response_of
 from kuberoll_workers.serving.engines.vllm_prober import scores_prompts
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Continuity, Generated
 from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, Sampled, VersionSpans
@@ -124,6 +125,13 @@ class ExactClient:
                 versions[sequence.index] = [(str(span.version), span.start, span.end) for span in spans]
                 end = response.ids[-1] if response.ids and self._ends(response.ids[-1], sequence.stop_reason) else None
                 sampled = token_array(response.ids)
+                if len(response.logprobs) == len(sampled):
+                    self._engine.note(
+                        response_of(ids, sampled, response.logprobs, versions[sequence.index]),
+                        params,
+                        # The prompt of several responses is computed once.
+                        computed=len(sampled) + (sequence.index == 0) * (len(ids) - (output.num_cached_tokens or 0)),
+                    )
                 if exchange.recorded is None or not exchange.recorded.closed:
                     self._memory.remember(
                         session,
