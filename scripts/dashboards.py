@@ -716,6 +716,29 @@ GENERATION: Final = Page(
                     queries=quantiles("ray_vllm_e2e_request_latency_seconds", JOB),
                     unit="s",
                 ),
+                Panel(
+                    title="Self-check: largest difference",
+                    about="Of a token's log-probabilities, reported and scored once more, nats: rounding, or a fault.",
+                    queries=[
+                        (
+                            "{{ReplicaId}}",
+                            f"max by (ReplicaId) (ray_kuberoll_self_check_largest_difference_nats{{{JOB}}})",
+                        )
+                    ],
+                    unit="short",
+                ),
+                Panel(
+                    title="Self-check: responses per minute",
+                    about="Scored once more, of those that ended.",
+                    queries=[
+                        (
+                            "scored",
+                            f"60 * sum(rate(ray_kuberoll_self_check_checked_responses_total{{{JOB}}}{RATE}))",
+                        ),
+                        ("ended", f"60 * sum(rate(ray_kuberoll_self_check_responses_total{{{JOB}}}{RATE}))"),
+                    ],
+                    unit="short",
+                ),
             ],
         ),
         (
