@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kuberoll_workers.data.sampling import Distribution, unlike
@@ -44,8 +43,7 @@ class Response(NamedTuple):
         return len(self.prompt) + len(self.ids)
 
 
-@dataclass(slots=True)
-class Tally:
+class Tally(NamedTuple):
     """What was seen since the engine's start.
 
     Attributes:
@@ -84,7 +82,7 @@ class SpotChecks:
             computed: Number of tokens that the engine computed for it.
             version: Of the engine's present weights, with which alone a response can be scored.
         """
-        self.tally.responses += 1
+        self.tally = self.tally._replace(responses=self.tally.responses + 1)
         # What is paid in advance is no more than what one check costs.
         self._paid = min(self._paid + self._share * computed, float(self._longest))
         if self._drawn is not None and self._drawn.version != version:
@@ -107,8 +105,8 @@ class SpotChecks:
 
     def count(self, pairs: Sequence[Pair]) -> None:
         """Count a response that was scored, by the pairs of its tokens."""
-        self.tally.checked += 1
-        self.tally.largest = max(self.tally.largest, *(pair.difference for pair in pairs))
+        largest = max(self.tally.largest, *(pair.difference for pair in pairs))
+        self.tally = self.tally._replace(checked=self.tally.checked + 1, largest=largest)
 
 
 def longest_for(vocabulary: int, window: int) -> int:

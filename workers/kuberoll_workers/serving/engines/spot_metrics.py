@@ -46,7 +46,7 @@ class SpotMetrics:
             if now > before:
                 counter.inc(now - before)
         self._largest.set(tally.largest)
-        self._said = Tally(tally.responses, tally.checked, tally.largest)
+        self._said = tally
 
 
 def _replica_id() -> str:
