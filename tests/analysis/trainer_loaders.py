@@ -89,12 +89,12 @@ def prime_rl(path: str) -> Any:
     from prime_rl.transports.rollouts.types import TrainingSample
 
     columns = table(path)
-    names = ("token_ids", "mask", "logprobs", "env_name")
+    names = ("token_ids", "mask", "logprobs", "temperatures", "env_name")
     batches = []
     for place, reward in enumerate(columns["reward"]):
         row = {name: columns[name][place] for name in names}
         length = len(row["token_ids"])
-        made = TrainingSample(**row, temperatures=[1.0] * length, advantages=[reward] * length)
+        made = TrainingSample(**row, advantages=[reward] * length)
         # The constructor does not check types.
         sample = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=TrainingSample)
         batches.append(prepare_sample(sample, seq_len=64))

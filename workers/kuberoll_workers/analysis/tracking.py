@@ -23,9 +23,11 @@ from kuberoll_api.model.output import MlflowTracking, Tracking, WandbTracking
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.export.nemo_gym import rollout_of_record
 from kuberoll_workers.analysis.export.nemo_gym_metrics import GymMetrics, logged
+from kuberoll_workers.analysis.export.samplings import with_sampling
 from kuberoll_workers.analysis.export.writers import json_line
 from kuberoll_workers.analysis.report.make import PAGE
 from kuberoll_workers.data.plain import is_finite
+from kuberoll_workers.data.sampling import Distribution
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, MODEL, RunManifest
 from kuberoll_workers.output.run_files import RunFiles
 
@@ -255,7 +257,7 @@ def _log_to_wandb(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
     try:
         run.log(_metrics(files))
         if settings.nemo_gym_rollouts:
-            _log_rollouts(run, files, model=manifest.identity.get(MODEL) or "policy")
+            _log_rollouts(run, files, model=manifest.identity.get(MODEL) or "policy", usual=manifest.sampling)
         artifact = wandb.Artifact(_name(f"{job.metadata.name}-{name}"), type="rollouts")
         with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
             for path in _artifacts(files, Path(directory), shards=tracking.trajectories):
@@ -270,14 +272,14 @@ def _log_to_wandb(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
     return where
 
 
-def _log_rollouts(run: Any, files: RunFiles, *, model: str) -> None:
+def _log_rollouts(run: Any, files: RunFiles, *, model: str, usual: Distribution | None) -> None:
     """Log the finished trajectories under the names that NeMo Gym logs its own by; those of the table are in memory."""
     from wandb import Table
 
     metrics = GymMetrics()
     rows: list[list[str]] = []
     for record in files.trajectories():
-        result = rollout_of_record(record, model=model)
+        result = rollout_of_record(with_sampling(record, usual), model=model)
         metrics.add(result)
         # It logs no more of a table.
         if len(rows) < Table.MAX_ROWS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,9 +13,11 @@ from kuberoll_workers.data.text import visible
 
 if TYPE_CHECKING:
     from kuberoll_api.model.rolloutjob import RolloutJob
+    from kuberoll_workers.data.sampling import Distribution
     from kuberoll_workers.dataset.expansion import PromptGroup
     from kuberoll_workers.output.run_files import RunFiles
 
+_NAMED = 5
 FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl", "nemo-gym", "prime-rl", "skyrl", "slime", "areal")
 
 
@@ -36,6 +38,12 @@ FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl", "nemo-gym", "pri
     help="Only this stop reason; repeatable.",
 )
 @click.option("--min-reward", type=float, metavar="X", help="Only trajectories with a total reward of at least X.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    metavar="T",
+    help="Only trajectories whose responses are all of the whole distribution at this temperature.",
+)
 @click.option("--best-of-group", is_flag=True, help="Only the sample with the highest reward of each prompt.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N trajectories.")
 @click.option(
@@ -56,6 +64,11 @@ FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl", "nemo-gym", "pri
     "--allow-simulated", is_flag=True, help="Also export a run of the Simulated engine, to try out a trainer."
 )
 @click.option(
+    "--allow-mixed-sampling",
+    is_flag=True,
+    help="Also export trajectories that were sampled in different ways into one file, whose trainer assumes one.",
+)
+@click.option(
     "--manifest",
     type=click.Path(path_type=Path),
     metavar="JOB.yaml",
@@ -70,11 +83,13 @@ def export(
     environments: tuple[str, ...],
     stop_reasons: tuple[str, ...],
     min_reward: float | None,
+    temperature: float | None,
     best_of_group: bool,
     limit: int | None,
     environment_role: Literal["user", "tool"],
     paths: Literal["all", "own"],
     allow_simulated: bool,
+    allow_mixed_sampling: bool,
     manifest: Path | None,
     overrides: tuple[str, ...],
     force: bool,
@@ -102,6 +117,7 @@ def export(
         environments=frozenset(environments),
         stop_reasons=frozenset(stop_reasons),
         min_reward=min_reward,
+        temperature=temperature,
         best_of_group=best_of_group,
         limit=limit,
     )
@@ -117,6 +133,7 @@ def export(
             branches=paths == "all",
             force=force,
             allow_simulated=allow_simulated,
+            allow_mixed_sampling=allow_mixed_sampling,
             groups=groups,
         )
     except (
@@ -130,6 +147,21 @@ def export(
     click.echo(f"{counts.selected} trajectories{branches}{left_out}")
     for path in exported.paths:
         click.echo(f"  {path}")
+    for line in _sampling_lines(exported.sampling):
+        click.echo(line)
+
+
+def _sampling_lines(found: Sequence[Distribution | None]) -> Iterator[str]:
+    """What a trainer has to be told, or cannot be, of the distributions of an exported file."""
+    from kuberoll_workers.data.sampling import in_words, unlike
+
+    for one in found[:_NAMED]:
+        if one is not None:
+            yield f"  sampled with {in_words(one)}"
+        for problem in unlike(one, temperature=0.0 if one is None else one["temperature"]):
+            yield f"  warning: {problem}"
+    if len(found) > _NAMED:
+        yield f"  and in {len(found) - _NAMED} other ways"
 
 
 def _groups(job: RolloutJob, manifest: Path, files: RunFiles) -> Iterator[PromptGroup]:

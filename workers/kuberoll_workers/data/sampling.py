@@ -60,6 +60,15 @@ def resolved(
     return [usual if found is None else found for found in stored]
 
 
+def in_words(found: Distribution | None) -> str:
+    """A distribution for people: its temperature, and what else makes it another one than that of a temperature."""
+    if found is None:
+        return "sampling that is unknown"
+    named = [f"temperature {found['temperature']:g}"]
+    named += [f"{name} {value}" for name, value in found.items() if name != "temperature" and _tells(name, value)]
+    return ", ".join(named)
+
+
 def unlike(found: Distribution | None, *, temperature: float) -> Iterator[str]:
     """What keeps log-probabilities of a distribution from being those of a softmax at a temperature, by field.
 
@@ -70,7 +79,11 @@ def unlike(found: Distribution | None, *, temperature: float) -> Iterator[str]:
         return
     if found["temperature"] != temperature:
         yield f"temperature: {found['temperature']:g}, and the trainer's is {temperature:g}"
-    usual = {"top_p": 1.0, "top_k": -1, **_USUAL}
     for name, value in found.items():
-        if name != "temperature" and value != usual.get(name):
+        if name != "temperature" and _tells(name, value):
             yield f"{name}: {value}, and the trainer's log-probabilities are of the whole distribution"
+
+
+def _tells(name: str, value: Any) -> bool:
+    """True if a setting beside the temperature has an effect."""
+    return bool(value != {"top_p": 1.0, "top_k": -1, **_USUAL}.get(name))

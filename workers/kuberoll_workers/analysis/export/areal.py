@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from kuberoll_workers.analysis.export.samplings import sampling_text
 from kuberoll_workers.analysis.export.views import token_view
 from kuberoll_workers.data.record import TrajectoryRecord
 
@@ -35,6 +36,7 @@ def row(record: TrajectoryRecord, _role: str, path: int) -> dict[str, Any]:
         "rewards": record.total_reward,
         "versions": versions,
         "token_source": record.token_source,
+        "sampling": sampling_text(record),
         "environment": record.task_name,
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
@@ -56,6 +58,7 @@ def schema(_calls: bool) -> pyarrow.Schema:
             ("rewards", pa.float64()),
             ("versions", pa.list_(pa.int64())),
             ("token_source", pa.string()),
+            ("sampling", pa.string()),
             ("environment", pa.string()),
             ("task_index", pa.int64()),
             ("rollout_index", pa.int64()),

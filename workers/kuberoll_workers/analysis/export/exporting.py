@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from kuberoll_workers.analysis.export.formats import (
     format_named,
 )
 from kuberoll_workers.analysis.export.nemo_gym_files import GymFiles, TaskRows, write_gym_files
+from kuberoll_workers.analysis.export.samplings import Samplings, with_sampling
 from kuberoll_workers.analysis.export.selection import Selection, SelectionCounts, select
 from kuberoll_workers.analysis.export.views import has_calls
 from kuberoll_workers.analysis.export.writers import write_document, write_rows
 from kuberoll_workers.analysis.paths import OWN_PATH, paths
-from kuberoll_workers.data.record import FailureRecord
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.sampling import Distribution
 from kuberoll_workers.dataset.expansion import PromptGroup
 from kuberoll_workers.output import records
 from kuberoll_workers.output.run_directory import MODEL
@@ -40,11 +43,14 @@ class ExportResult:
         path: The written file.
         counts: Numbers of exported and of omitted trajectories.
         beside: Further files that belong to it.
+        sampling: The distributions that its responses were sampled from, each once, if its trainer depends on them;
+            None among them: unknown.
     """
 
     path: Path
     counts: SelectionCounts
     beside: tuple[Path, ...] = ()
+    sampling: tuple[Distribution | None, ...] = ()
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -62,6 +68,7 @@ def export_run(
     branches: bool = True,
     force: bool = False,
     allow_simulated: bool = False,
+    allow_mixed_sampling: bool = False,
     groups: Iterable[PromptGroup] | None = None,
 ) -> ExportResult:
     """Write a run's trajectories in a trainer's format. Memory: one row group, and about 100 bytes per trajectory.
@@ -73,11 +80,14 @@ def export_run(
         branches: Also branches of trajectories, as rows of their own; files of NeMo Gym have a row for each rollout.
         force: Overwrite an existing file.
         allow_simulated: Export a run of the Simulated engine, whose responses no model wrote.
+        allow_mixed_sampling: Write rows that were sampled in different ways into one file, although the format's
+            trainer assumes one.
         groups: The run's dataset, for formats with its rows; None: what the trajectories tell of them.
 
     Raises:
         DatasetError: A row is invalid.
-        ExportError: The options are invalid, the run is simulated, or no trajectory is selected.
+        ExportError: The options are invalid, the run is simulated, no trajectory is selected, or they were sampled in
+            different ways.
         RunRefused: The run's manifest cannot be read.
         RecordError: A stored line is not a trajectory.
     """
@@ -92,13 +102,18 @@ def export_run(
             raise ExportError(f"{files.location}: {_nothing(selection, counts)}")
         return ExportResult(path=path, counts=counts, beside=GymFiles.beside(path).all[:-1])
     columns = form.schema if container == "parquet" else None
+    assumption = None if allow_mixed_sampling else form.assumption
+    read = partial(_read, files, branches=branches)
+    counts, samplings = SelectionCounts(), Samplings(assumption)
 
-    def write(counts: SelectionCounts, *, calls: bool) -> bool:
+    def write(*, calls: bool) -> bool:
         def rows() -> Iterator[dict[str, Any]]:
-            for record in select(files.read().finished, selection, counts):
-                for number, path in paths(record) if branches else [(OWN_PATH, record)]:
+            for record in select(read, selection, counts):
+                for number, path in paths(record):
                     if columns is not None and not calls and has_calls(path):
                         raise _CallsFound
+                    if (mixed := samplings.add(path)) is not None:
+                        raise ExportError(_unlike_others(files, to, mixed))
                     counts.branches += number != OWN_PATH
                     yield form.row(path, role, number)
 
@@ -107,17 +122,25 @@ def export_run(
         schema = None if columns is None else columns(calls)
         return write_rows(path, rows(), container=container, schema=schema, force=force)
 
-    counts = SelectionCounts()
     try:
-        written = write(counts, calls=False)
+        written = write(calls=False)
     except _CallsFound:
         # Fields of calls in all messages would be null in those without, which chat templates mistake for calls: only
         # files that need them have them.
-        counts = SelectionCounts()
-        written = write(counts, calls=True)
+        counts, samplings = SelectionCounts(), Samplings(assumption)
+        written = write(calls=True)
     if not written:
         raise ExportError(f"{files.location}: {_nothing(selection, counts)}")
-    return ExportResult(path=path, counts=counts)
+    sampling = () if form.assumption is None else tuple(samplings.found)
+    return ExportResult(path=path, counts=counts, sampling=sampling)
+
+
+def _read(files: RunFiles, *, branches: bool = True) -> Iterator[TrajectoryRecord]:
+    """The finished trajectories, with the `sampling` of each response."""
+    manifest = files.manifest()
+    usual = None if manifest is None else manifest.sampling
+    for record in files.read().finished():
+        yield with_sampling(record if branches else replace(record, branches=None), usual)
 
 
 def _export_gym_files(
@@ -134,7 +157,7 @@ def _export_gym_files(
     with tempfile.TemporaryFile(prefix="kuberoll-") as file:
         return write_gym_files(
             path,
-            select(files.read().finished, selection, counts),
+            select(partial(_read, files), selection, counts),
             _failed(files, selection),
             rows=None if groups is None else TaskRows(file, groups),
             model=model or "policy",
@@ -188,6 +211,14 @@ def target(form: Format, output: Path | None, *, name: str) -> tuple[Path, Conta
             return output, container
     endings = " or ".join(f".{container}" for container in form.containers)
     raise ExportError(f"--output {output}: {form.name} comes in files that end in {endings}")
+
+
+def _unlike_others(files: RunFiles, to: str, mixed: str) -> str:
+    return (
+        f"{files.location}: {mixed}, but a trainer that reads {to} computes log-probabilities of one distribution: "
+        "export those of one temperature with --temperature, or all with --allow-mixed-sampling, for fine-tuning, or "
+        "for a trainer of your own that reads each row's `sampling`"
+    )
 
 
 def _nothing(selection: Selection, counts: SelectionCounts) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kuberoll_workers.analysis.export import areal, chats, nemo_gym, nemo_rl, prime_rl, skyrl, slime, trl, verl
+from kuberoll_workers.analysis.export.samplings import Assumption, but_temperature, whole
 from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ class Format:
 
     Attributes:
         containers: Supported file types, the usual one first.
-        row: Converts a trajectory that has a response, with the role of environments and the number of its path, to a
-            row of lists, arrays, numbers and strings.
+        row: Converts a trajectory that has a response, and the `sampling` of each, with the role of environments and
+            the number of its path, to a row of lists, arrays, numbers and strings.
         schema: Columns of a Parquet file, if that is supported; with those of tools and calls, or without.
         document: Makes the content of a file of PyTorch from all rows, if that is supported.
         tool_role: True if environments' messages may have the role `tool`.
+        assumption: What its trainer assumes of the distributions that all rows were sampled from; None: nothing, as it
+            learns from texts or does not learn.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Format:
     schema: Callable[[bool], pyarrow.Schema] | None = None
     document: Callable[[Iterable[dict[str, Any]]], dict[str, Any]] | None = None
     tool_role: bool = True
+    assumption: Assumption | None = None
 
 
 FORMATS: Mapping[str, Format] = {
@@ -51,19 +55,25 @@ FORMATS: Mapping[str, Format] = {
     for format in (
         Format(name="openai-chat", containers=("jsonl",), row=chats.openai_row, tool_role=False),
         Format(name="sharegpt", containers=("jsonl",), row=chats.sharegpt_row),
-        Format(name="trl", containers=("parquet", "jsonl"), row=trl.row, schema=trl.schema),
-        Format(name="verl", containers=("parquet", "jsonl"), row=verl.row, schema=verl.schema),
-        Format(name="nemo-rl", containers=("jsonl",), row=nemo_rl.row),
+        Format(name="trl", containers=("parquet", "jsonl"), row=trl.row, schema=trl.schema, assumption=whole),
+        Format(name="verl", containers=("parquet", "jsonl"), row=verl.row, schema=verl.schema, assumption=whole),
+        Format(name="nemo-rl", containers=("jsonl",), row=nemo_rl.row, assumption=whole),
         Format(
             name=NEMO_GYM,
             containers=("jsonl",),
             row=lambda record, *_: nemo_gym.rollout_of_record(record),
             tool_role=False,
         ),
-        Format(name="prime-rl", containers=("parquet", "jsonl"), row=prime_rl.row, schema=prime_rl.schema),
-        Format(name="skyrl", containers=("parquet", "jsonl"), row=skyrl.row, schema=skyrl.schema),
-        Format(name="slime", containers=("pt",), row=slime.row, document=slime.document),
-        Format(name="areal", containers=("parquet", "jsonl"), row=areal.row, schema=areal.schema),
+        Format(
+            name="prime-rl",
+            containers=("parquet", "jsonl"),
+            row=prime_rl.row,
+            schema=prime_rl.schema,
+            assumption=but_temperature,
+        ),
+        Format(name="skyrl", containers=("parquet", "jsonl"), row=skyrl.row, schema=skyrl.schema, assumption=whole),
+        Format(name="slime", containers=("pt",), row=slime.row, document=slime.document, assumption=whole),
+        Format(name="areal", containers=("parquet", "jsonl"), row=areal.row, schema=areal.schema, assumption=whole),
     )
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
+from kuberoll_workers.analysis.export.samplings import known_sampling
 from kuberoll_workers.analysis.export.views import spoken, token_versions
 from kuberoll_workers.data.gym_requests import (
     AGENT,
@@ -77,6 +78,7 @@ def rollout(record: TrajectoryRecord, given: Mapping[str, Any], *, model: str = 
         "reward_parts": record.reward_parts,
         "group_reward": record.group_reward,
         "token_source": record.token_source,
+        "sampling": known_sampling(record),
         "policy_versions": [token_versions(message) for message in record.messages if message.sampled],
         "idx": record.idx,
         "metadata": record.metadata,

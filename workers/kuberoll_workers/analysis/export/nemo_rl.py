@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
+from kuberoll_workers.analysis.export.samplings import sampling_text
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_versions, token_view
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
@@ -36,6 +37,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
         "path": path,
         "weight_version": None if versions is None else versions[0],
         "token_source": record.token_source,
+        "sampling": sampling_text(record),
         # JSON whose form depends on the environment, as text: in `datasets` a column has a single type.
         "extra_env_info": orjson.dumps(record.metadata).decode(),
         "messages": chat_with_calls(messages, known=CHAT_ROLES, otherwise=role),

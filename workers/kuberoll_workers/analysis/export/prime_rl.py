@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
+from kuberoll_workers.analysis.export.samplings import sampling_text
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_view
 from kuberoll_workers.data.record import TrajectoryRecord
 
@@ -18,7 +19,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     The columns from `token_ids` to `env_name` are fields of a `TrainingSample`, over the whole sequence; its
-    temperatures are the job's, and its advantages those of an algorithm. `tools` is there only if there are.
+    advantages are those of an algorithm. `tools` is there only if there are.
     """
     tokens = token_view(record)
     prompt = len(tokens.prompt_ids)
@@ -28,6 +29,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
         "token_ids": [*tokens.prompt_ids, *tokens.completion_ids],
         "mask": [*([False] * prompt), *map(bool, tokens.mask)],
         "logprobs": None if tokens.logprobs is None else [*([0.0] * prompt), *tokens.logprobs],
+        "temperatures": None if tokens.temperatures is None else [*([1.0] * prompt), *tokens.temperatures],
         "env_name": record.task_name,
         "reward": record.total_reward,
         "task_index": record.task_index,
@@ -36,6 +38,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
         "stop_reason": record.stop_reason,
         "model_version": None if versions is None else versions[0],
         "token_source": record.token_source,
+        "sampling": sampling_text(record),
         **({} if record.tools is None else {"tools": record.tools}),
     }
 
@@ -55,6 +58,7 @@ def schema(calls: bool) -> pyarrow.Schema:
             ("token_ids", pa.list_(pa.int32())),
             ("mask", pa.list_(pa.bool_())),
             ("logprobs", pa.list_(pa.float32())),
+            ("temperatures", pa.list_(pa.float32())),
             ("env_name", pa.string()),
             ("reward", pa.float64()),
             ("task_index", pa.int64()),
@@ -63,6 +67,7 @@ def schema(calls: bool) -> pyarrow.Schema:
             ("stop_reason", pa.string()),
             ("model_version", pa.int64()),
             ("token_source", pa.string()),
+            ("sampling", pa.string()),
             *([("tools", pa.json_())] if calls else []),
         ]
     )

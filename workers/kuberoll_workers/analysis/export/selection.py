@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from kuberoll_workers.analysis.export.samplings import is_of
 from kuberoll_workers.analysis.export.views import responses
 from kuberoll_workers.data.record import TrajectoryKey, TrajectoryRecord
 
@@ -18,6 +19,7 @@ class Selection:
         environments: Names; empty for all.
         stop_reasons: Stop reasons; empty for all.
         min_reward: Minimum total reward.
+        temperature: Only those whose responses are all of the whole distribution at this temperature.
         best_of_group: Only the sample of each task with the highest reward among those that match the other criteria;
             of equal ones the one with the lowest rollout index.
         limit: Maximum number of trajectories.
@@ -26,6 +28,7 @@ class Selection:
     environments: frozenset[str] = frozenset()
     stop_reasons: frozenset[str] = frozenset()
     min_reward: float | None = None
+    temperature: float | None = None
     best_of_group: bool = False
     limit: int | None = None
 
@@ -46,7 +49,8 @@ def select(
     """Selected trajectories in their stored order; streamed.
 
     Args:
-        read: Reads all trajectories from the start; called twice with `best_of_group`.
+        read: Reads all trajectories from the start, with the `sampling` of each response; called twice with
+            `best_of_group`.
         counts: Counts, which are updated.
     """
     best = _best_of_groups(read(), selection) if selection.best_of_group else None
@@ -71,7 +75,11 @@ def _reason_against(record: TrajectoryRecord, selection: Selection) -> str | Non
         return "of another stop reason"
     if selection.min_reward is not None and record.total_reward < selection.min_reward:
         return "of less reward"
-    return None if responses(record) else "without a response"
+    if not responses(record):
+        return "without a response"
+    if selection.temperature is not None and not is_of(record, selection.temperature):
+        return "sampled otherwise"
+    return None
 
 
 def _best_of_groups(records: Iterable[TrajectoryRecord], selection: Selection) -> dict[int, TrajectoryKey]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from kuberoll_workers.analysis.export.samplings import sampling_text
 from kuberoll_workers.analysis.export.views import token_view
 from kuberoll_workers.data.record import TrajectoryRecord
 
@@ -34,6 +35,7 @@ def row(record: TrajectoryRecord, _role: str, path: int) -> dict[str, Any]:
         "path": path,
         "policy_versions": tokens.policy_versions,
         "token_source": record.token_source,
+        "sampling": sampling_text(record),
         "environment": record.task_name,
     }
 
@@ -59,6 +61,7 @@ def schema(_calls: bool) -> pyarrow.Schema:
             ("path", pa.int32()),
             ("policy_versions", pa.list_(text)),
             ("token_source", text),
+            ("sampling", text),
             ("environment", text),
         ]
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
+from kuberoll_workers.analysis.export.samplings import known_sampling
 from kuberoll_workers.analysis.export.views import (
     chat_with_calls,
     ground_truth,
@@ -46,6 +47,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
             "stop_reason": record.stop_reason,
             "policy_versions": tokens.policy_versions,
             "token_source": record.token_source,
+            "sampling": known_sampling(record),
         },
     }
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
+from kuberoll_workers.analysis.export.samplings import sampling_text
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_view
 from kuberoll_workers.data.messages import PROMPT_TURN
 from kuberoll_workers.data.record import TrajectoryRecord
@@ -40,6 +41,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
         "policy_versions": tokens.policy_versions,
         "model_version": None if versions is None else versions[0],
         "token_source": record.token_source,
+        "sampling": sampling_text(record),
         "environment": record.task_name,
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
@@ -74,6 +76,7 @@ def schema(calls: bool) -> pyarrow.Schema:
             ("policy_versions", pa.list_(pa.string())),
             ("model_version", pa.int64()),
             ("token_source", pa.string()),
+            ("sampling", pa.string()),
             ("environment", pa.string()),
             ("task_index", pa.int64()),
             ("rollout_index", pa.int64()),

@@ -9,6 +9,7 @@ import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
+from kuberoll_workers.analysis.export.samplings import sampling_text
 from kuberoll_workers.analysis.export.views import chat_with_calls, ground_truth, spoken, token_view
 from kuberoll_workers.data.messages import PROMPT_TURN
 from kuberoll_workers.data.record import TrajectoryRecord
@@ -58,6 +59,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
             "max_global_steps": newest,
             "policy_versions": tokens.policy_versions,
             "token_source": record.token_source,
+            "sampling": sampling_text(record),
         },
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
@@ -116,6 +118,7 @@ def schema(calls: bool) -> pyarrow.Schema:
                         ("max_global_steps", pa.int64()),
                         ("policy_versions", pa.list_(text)),
                         ("token_source", text),
+                        ("sampling", text),
                     ]
                 ),
             ),

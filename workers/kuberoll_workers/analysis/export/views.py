@@ -24,7 +24,7 @@ from kuberoll_workers.data.tools import template_messages
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenView:
     """Tokens of a trajectory from its prompt to its last generated one; later observations teach nothing.
 
@@ -36,6 +36,8 @@ class TokenView:
             has none.
         policy_versions: Version of the weights that sampled each of `completion_ids`; None for a token that the policy
             did not generate, or whose version is unknown.
+        temperatures: By which the logits of each of `completion_ids` were divided, 1.0 if the policy did not generate
+            it; None if that of a response is unknown, or a response is greedy.
     """
 
     prompt_ids: Sequence[int]
@@ -43,6 +45,7 @@ class TokenView:
     mask: Sequence[int]
     logprobs: Sequence[float] | None
     policy_versions: Sequence[str | None]
+    temperatures: Sequence[float] | None
 
     def version_range(self) -> tuple[int, int] | None:
         """Oldest and newest version as numbers; None if one is unknown or not a whole number of at most 18 digits."""
@@ -59,12 +62,14 @@ def responses(record: TrajectoryRecord) -> int:
 
 
 def token_view(record: TrajectoryRecord) -> TokenView:
-    """Token view of a trajectory."""
+    """Token view of a trajectory with the `sampling` of each response."""
     prompt, completion = array(TOKEN_TYPE), array(TOKEN_TYPE)
     mask: array[int] = array("b")
     logprobs: array[float] = array(LOGPROB_TYPE)
+    temperatures: array[float] = array("d")
     versions: list[str | None] = []
     known = True
+    sampling = iter(record.sampling or ())
     for message in spoken(record):
         ids = message.token_ids
         if message.turn == PROMPT_TURN:
@@ -76,7 +81,17 @@ def token_view(record: TrajectoryRecord) -> TokenView:
             known = False
         logprobs.extend(message.logprobs or [0.0] * len(ids))
         versions.extend(token_versions(message))
-    return TokenView(prompt, completion, mask, logprobs if known else None, versions)
+        distribution = next(sampling, None) if message.sampled else None
+        temperature = 0.0 if distribution is None else distribution["temperature"]
+        temperatures.extend([temperature if message.sampled else 1.0] * len(ids))
+    return TokenView(
+        prompt_ids=prompt,
+        completion_ids=completion,
+        mask=mask,
+        logprobs=logprobs if known else None,
+        policy_versions=versions,
+        temperatures=temperatures if all(temperatures) else None,
+    )
 
 
 def token_versions(message: Message) -> list[str | None]:
