@@ -8,8 +8,8 @@ from typing import Any, Final, TypeAlias
 Distribution: TypeAlias = Mapping[str, Any]
 """Settings of a distribution by name: `temperature`, `top_p` and `top_k` always, others where they have an effect."""
 
-GREEDY_TEMPERATURE: Final = 1e-5
-"""Temperature below which an engine takes the most likely token."""
+LEAST_TEMPERATURE: Final = 0.01
+"""Lowest temperature that responses are sampled at, beside 0: vLLM takes it for any that is lower."""
 
 _USUAL: Final[Mapping[str, Any]] = {
     "min_p": 0.0,
@@ -19,8 +19,9 @@ _USUAL: Final[Mapping[str, Any]] = {
     "min_tokens": 0,
 }
 _FORMS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-# Of vLLM's parameters, which agents' calls may set; what they say stays with the call.
-_CONSTRAINTS: Final = ("logit_bias", "bad_words", "allowed_token_ids")
+# Of vLLM's parameters, which agents' calls may set; what they say stays with the call. `extra_args` are for processors
+# of logits that `engineArgs` adds.
+_CONSTRAINTS: Final = ("logit_bias", "bad_words", "allowed_token_ids", "extra_args")
 
 
 def distribution_of(parameters: Any) -> dict[str, Any]:
@@ -29,13 +30,20 @@ def distribution_of(parameters: Any) -> dict[str, Any]:
     Constraints are named: a `structured_outputs` has the name of its form, and `constraints` the names of others.
     """
     temperature, top_p, top_k = float(parameters.temperature), float(parameters.top_p), int(parameters.top_k)
-    if temperature < GREEDY_TEMPERATURE:
-        temperature, top_p, top_k = 0.0, 1.0, -1
+    if temperature == 0:
+        top_p, top_k = 1.0, -1
     found: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k if top_k > 0 else -1}
     found |= {name: value for name, usual in _USUAL.items() if (value := getattr(parameters, name, usual)) != usual}
+    if temperature == 0:
+        # The most likely token is always taken.
+        found.pop("min_p", None)
     if (form := getattr(parameters, "structured_outputs", None)) is not None:
         found["structured_outputs"] = next((name for name in _FORMS if getattr(form, name, None) is not None), "form")
-    if constraints := [name for name in _CONSTRAINTS if getattr(parameters, name, None)]:
+    constraints = [name for name in _CONSTRAINTS if getattr(parameters, name, None)]
+    if getattr(parameters, "thinking_token_budget", None) is not None:
+        # Also of 0: tokens that end the thoughts are forced.
+        constraints.append("thinking_token_budget")
+    if constraints:
         found["constraints"] = constraints
     return found
 
