@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from transformers.models.auto import tokenization_auto
 
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.data.tokenizer_files import CLASSES_OF_MODEL_TYPES, FileTokenizer, read_tokenizer
+from tests.data.hub import serving_hub, variables
 from tests.data.support import NAMES, byte_level, model, template, wrap
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
@@ -317,72 +314,8 @@ def test_neither_transformers_nor_pytorch_is_loaded() -> None:
     assert done.stdout.strip() == "[]"
 
 
-class Hub(ThreadingHTTPServer):
-    """The routes of the Hugging Face hub that its client asks for a model's files.
-
-    Attributes:
-        asked: Names of the files that were downloaded.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(("127.0.0.1", 0), HubRequest)
-        self.directory = directory
-        self.asked: list[str] = []
-
-
-class HubRequest(BaseHTTPRequestHandler):
-    server: Hub
-    commit = "0" * 40
-
-    def do_GET(self) -> None:
-        names = sorted(path.name for path in self.server.directory.iterdir())
-        if self.path.startswith("/api/models/me/tiny/revision/"):
-            siblings = [{"rfilename": name} for name in names]
-            self._answer(json.dumps({"id": "me/tiny", "sha": self.commit, "siblings": siblings}).encode())
-        elif self.path.startswith("/api/models/me/tiny/tree/"):
-            sizes = {name: (self.server.directory / name).stat().st_size for name in names}
-            entries = [{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()]
-            self._answer(json.dumps(entries).encode())
-        elif (name := self.path.rpartition("/")[2]) in names and self.path.startswith("/me/tiny/resolve/"):
-            if self.command == "GET":
-                self.server.asked.append(name)
-            self._answer((self.server.directory / name).read_bytes(), etag=name)
-        else:
-            self.send_error(404)
-
-    do_HEAD = do_GET
-
-    def _answer(self, body: bytes, etag: str | None = None) -> None:
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        if etag is not None:
-            self.send_header("etag", f'"{etag}"')
-            self.send_header("x-repo-commit", self.commit)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        return None
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    """A hub with one model, whose weights nobody needs."""
-    directory = tmp_path / "model"
-    shutil.copytree(TINY, directory)
-    with Hub(directory) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.mark.slow
-def test_a_model_of_the_hub_needs_no_transformers_either(hub: Hub, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_needs_no_transformers_either(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer\n"
@@ -390,26 +323,26 @@ def test_a_model_of_the_hub_needs_no_transformers_either(hub: Hub, tmp_path: Pat
         "print(tokenizer.render_chat([{'role': 'user', 'content': 'hello'}]).tolist())\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
-    url = f"http://127.0.0.1:{hub.server_port}"
-    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    expected = HuggingFaceTokenizer.load(str(TINY)).render_chat([{"role": "user", "content": "hello"}]).tolist()
-    for offline in ("0", "1"):
+    with serving_hub(tmp_path / "model") as hub:
+        environment = variables(hub, tmp_path / "home")
+        expected = HuggingFaceTokenizer.load(str(TINY)).render_chat([{"role": "user", "content": "hello"}]).tolist()
+        for offline in ("0", "1"):
+            done = subprocess.run(
+                [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60,
+                env={**environment, "HF_HUB_OFFLINE": offline},
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.splitlines() == [str(expected), "[]"]
+        assert "tokenizer.json" in hub.asked
+        assert "model.safetensors" not in hub.asked
+        # A report looks for it in the same place, without asking the hub.
+        script = (
+            "from kuberoll_workers.analysis.report.token_texts import stored_tokenizer\n"
+            "print(stored_tokenizer('me/tiny') is not None, stored_tokenizer('me/other'), stored_tokenizer('s3://b/model'))"
+        )
+        asked = len(hub.asked)
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60,
-            env={**environment, "HF_HUB_OFFLINE": offline},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == [str(expected), "[]"]
-    assert "tokenizer.json" in hub.asked
-    assert "model.safetensors" not in hub.asked
-    # A report looks for it in the same place, without asking the hub.
-    script = (
-        "from kuberoll_workers.analysis.report.token_texts import stored_tokenizer\n"
-        "print(stored_tokenizer('me/tiny') is not None, stored_tokenizer('me/other'), stored_tokenizer('s3://b/model'))"
-    )
-    asked = len(hub.asked)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60, env=environment
-    )
-    assert done.stdout.split() == ["True", "None", "None"], done.stderr
-    assert len(hub.asked) == asked
+            [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60, env=environment
+        )
+        assert done.stdout.split() == ["True", "None", "None"], done.stderr
+        assert len(hub.asked) == asked

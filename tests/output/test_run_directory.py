@@ -14,7 +14,14 @@ import pytest
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.output.journal import partial_name, write_atomically
-from kuberoll_workers.output.run_directory import RunDirectory, RunRefused, differences, new_manifest, pinned_revision
+from kuberoll_workers.output.run_directory import (
+    RunDirectory,
+    RunManifest,
+    RunRefused,
+    differences,
+    new_manifest,
+    pinned_revision,
+)
 from kuberoll_workers.output.storage import DirectoryStorage
 
 DOCUMENT: dict[str, Any] = {
@@ -147,6 +154,8 @@ def test_what_shapes_tokens_may_not_change(tmp_path: Path) -> None:
         ("tokenizer", {}, {}, "b" * 40),
         ("tokenizer", {"tokenizer": "me/other"}, {"tokenizer": "me/other"}, "b" * 40),
         ("model", {"revision": "v2"}, {}, "v2"),
+        ("model", {"revision": "a" * 40}, {"revision": "main"}, "a" * 40),
+        ("tokenizer", {"tokenizer": "me/other", "revision": "a" * 40}, {"tokenizer": "me/other"}, "b" * 40),
         ("tokenizer", {"tokenizer": "me/other", "revision": "v2"}, {}, None),
     ],
 )
@@ -163,6 +172,19 @@ def test_a_run_stays_with_the_commits_that_it_began_with(
     job = RolloutJob.model_validate(document)
     assert pinned_revision(job, stored, name) == pinned
     assert pinned_revision(job, None, "model") == document["spec"]["generation"]["model"].get("revision")
+
+
+def test_the_commit_that_a_run_began_with_is_no_change_of_its_branch() -> None:
+    def of(revision: str | None, **sources: str) -> RunManifest:
+        document = copy.deepcopy(DOCUMENT)
+        document["spec"]["generation"]["model"]["revision"] = revision
+        return new_manifest(RolloutJob.model_validate(document), shards=1, inputs={}, sources=sources)
+
+    for branch in (None, "main"):
+        began = of(branch, model=f"commit {'a' * 40}")
+        assert differences(began, of("a" * 40, model=f"commit {'a' * 40}")) == []
+        assert differences(began, of("b" * 40))
+        assert differences(of(branch), of("a" * 40))
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:

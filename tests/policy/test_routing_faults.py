@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy import wire
-from kuberoll_workers.policy.client import LOAD_HEADER, ServeClient
+from kuberoll_workers.policy.client import COMMIT_HEADER, LOAD_HEADER, ServeClient
 from kuberoll_workers.policy.interface import (
     FatalRequest,
     GenerationRequest,
@@ -40,6 +40,7 @@ class Replica:
         self.requests: list[GenerationRequest] = []
         self.healthy = True
         self.others = 0
+        self.commit: str | None = None
         self.listed: list[dict[str, str]] | None = None
         self.behave: Callable[[web.Request, GenerationRequest], Awaitable[web.StreamResponse | None]] | None = None
         self._kv_cache_tokens = kv_cache_tokens
@@ -51,6 +52,7 @@ class Replica:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/info", self._info)
         app.router.add_get("/replicas", self._replicas)
+        app.on_response_prepare.append(self._name_commit)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", port).start()
@@ -73,6 +75,10 @@ class Replica:
         return web.Response(
             body=wire.encode_result(result), content_type=wire.MSGPACK, headers={LOAD_HEADER: str(self.others)}
         )
+
+    async def _name_commit(self, _: web.Request, response: web.StreamResponse) -> None:
+        if self.commit is not None:
+            response.headers[COMMIT_HEADER] = self.commit
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)

@@ -44,7 +44,7 @@ VALUES = {
 
 def in_effect(params: Any) -> set[str]:
     """Names of the fields that shape what is sampled: those that are not as they are by default."""
-    neutral = (None, {}, [])
+    neutral: tuple[Any, ...] = (None, {}, [])
     return {
         name
         for name in type(params).__struct_fields__

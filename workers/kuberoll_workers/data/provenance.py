@@ -43,6 +43,11 @@ def commit_of(source: str) -> str | None:
     return source.removeprefix(_COMMIT) if source.startswith(_COMMIT) else None
 
 
+def model_commit(sources: Mapping[str, str]) -> str | None:
+    """The commit of a run's model at the hub, of the sources in its manifest; None: it has none, or it is unknown."""
+    return commit_of(sources.get(MODEL, ""))
+
+
 def tokenizer_sources(directory: Path, *, own_template: bool) -> dict[str, str]:
     """The commit of a tokenizer of the hub, or digests of a tokenizer's files and of its chat template.
 

@@ -342,7 +342,12 @@ def served_endpoint(job: RolloutJob, args: ServeArgs, endpoint: str | None) -> S
 
 
 async def served_ready(
-    served: ServedEndpoint, *, version: str | None, deadline: float, trouble: Callable[[str], None]
+    served: ServedEndpoint,
+    *,
+    version: str | None,
+    deadline: float,
+    trouble: Callable[[str], None],
+    commit: str | None = None,
 ) -> PolicyEndpoint:
     """Wait until a served engine can generate.
 
@@ -350,15 +355,17 @@ async def served_ready(
         version: Of the weights that the job wants; None: whatever it serves.
         deadline: Maximum time to wait, seconds.
         trouble: Called with the reason while it is not ready.
+        commit: Of the job's model at the hub; None: it has none.
 
     Raises:
-        RunFailed: It was not ready in time, or serves other weights.
+        RunFailed: It was not ready in time, or serves another model or other weights.
     """
-    from kuberoll_workers.policy.client import ServeClient
+    from kuberoll_workers.policy.client import ServeClient, check_commit
 
     try:
         async with ServeClient(served.url, limit=1, token=served.token) as client:
             info = await client.wait_ready(deadline, trouble=trouble)
+        check_commit(served.url, info.commit, commit)
     except (PolicyUnavailable, PolicyRefused) as error:
         raise RunFailed(f"--endpoint {error}") from error
     if version is not None and info.policy_version != version:

@@ -19,6 +19,7 @@ import msgspec
 from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.generation import External
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_workers.data.provenance import model_commit
 from kuberoll_workers.data.shards import share
 from kuberoll_workers.local.early_start import EarlyStart
 from kuberoll_workers.local.errors import describe_error
@@ -142,6 +143,7 @@ class _LocalRun:
         self._seconds: dict[str, float] = {}
         self._args = args
         self._served = served
+        self._commit = model_commit(directory.manifest.sources)
         self._setup = WorkerSetup(
             job=job, options=options, storage=storage, preflight=preflight, shards=shards, directory=self._local,
             manifest=directory.manifest, early=early, endpoint=self._has_endpoint,
@@ -369,6 +371,7 @@ class _LocalRun:
                 version=None if weights is None else weights.version,
                 deadline=deadline,
                 trouble=report,
+                commit=self._commit,
             )
             endpoint = await while_serving(self._kept_engine, ready)
             if (kept := self._kept_engine) is not None and endpoint.url is not None:

@@ -11,7 +11,7 @@ import msgspec
 import orjson
 
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.data.provenance import TOKENIZER, commit_of
+from kuberoll_workers.data.provenance import TOKENIZER, commit_of, model_commit
 from kuberoll_workers.data.sampling import distribution_of
 from kuberoll_workers.environments.source_digest import source_digest
 from kuberoll_workers.output.identity import identity_of, settled
@@ -78,6 +78,8 @@ def _version(package: str) -> str | None:
         return None
 
 
+_REVISION: Final = "generation.model.revision"
+
 # Fields that manifests of older versions lack, with the value that they had in effect.
 _ADDED: Final = {"dataset.epochs": 1}
 
@@ -91,6 +93,8 @@ def differences(old: RunManifest, new: RunManifest) -> list[str]:
             # A field that the older version did not have, and that is off.
             if key not in before and (after[key] is False or after[key] in ("", [], {}, _ADDED.get(key))):
                 continue
+            if key == _REVISION and _is_commit_of(old, after.get(key)):
+                continue
             pairs[name + key] = (before.get(key), after.get(key))
     changed = [f"{key}: was {_short(was)}, is {_short(now)}" for key, (was, now) in pairs.items() if was != now]
     changed += [
@@ -103,6 +107,11 @@ def differences(old: RunManifest, new: RunManifest) -> list[str]:
         for name, digest in sorted(new.code.items())
         if old.code.get(name, digest) != digest
     ]
+
+
+def _is_commit_of(earlier: RunManifest, revision: str | None) -> bool:
+    """True if a revision is the commit of the model that a run began with, whatever branch it was then."""
+    return revision is not None and revision == model_commit(earlier.sources)
 
 
 def pinned_revision(job: RolloutJob, earlier: RunManifest | None, name: str) -> str | None:
@@ -119,10 +128,12 @@ def pinned_revision(job: RolloutJob, earlier: RunManifest | None, name: str) -> 
     if name == TOKENIZER and model.tokenizer not in (None, model.source):
         # The field is the model's.
         wanted = None
-    same = {"source": model.source, "tokenizer": model.tokenizer, "revision": model.revision}
     if earlier is None or any(
-        earlier.identity.get(f"generation.model.{field}") != value for field, value in same.items()
+        earlier.identity.get(f"generation.model.{field}") != value
+        for field, value in (("source", model.source), ("tokenizer", model.tokenizer))
     ):
+        return wanted
+    if earlier.identity.get(_REVISION) != model.revision and not _is_commit_of(earlier, model.revision):
         return wanted
     return commit_of(earlier.sources.get(name, "")) or wanted
 

@@ -41,11 +41,11 @@ from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.model.dataset import DatasetSource
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.paths import format_path
-from kuberoll_workers.data.provenance import MODEL, TOKENIZER, hub_commit, tokenizer_sources
+from kuberoll_workers.data.provenance import MODEL, TOKENIZER, hub_commit, model_commit, model_source, tokenizer_sources
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.shards import shard_of, share
 from kuberoll_workers.data.tokenizer import check_compiles
-from kuberoll_workers.data.tokenizer_files import tokenizer_directory
+from kuberoll_workers.data.tokenizer_files import model_directory, tokenizer_directory
 from kuberoll_workers.data.tracebacks import attached_traceback
 from kuberoll_workers.dataset.inputs import InputSummary, prompt_groups, scan
 from kuberoll_workers.environments.interface import EnvironmentInterface
@@ -300,15 +300,19 @@ class ShardPod:
         return storage
 
     def _find_sources(self, earlier: RunManifest | None) -> dict[str, str]:
-        """Digests of the tokenizer, and of the model where it is the tokenizer's: the model is in other pods."""
-        model = self._job.spec.generation.model
-        directory = tokenizer_directory(self._tokenizer, pinned_revision(self._job, earlier, TOKENIZER))
-        if directory is None:
-            return {}
-        self._tokenizer_revision = hub_commit(directory)
-        sources = tokenizer_sources(directory, own_template=model.chat_template is not None)
-        if self._tokenizer == model.source and self._tokenizer_revision is not None:
-            sources[MODEL] = sources[TOKENIZER]
+        """Digests of the tokenizer, and the model's commit at the hub: its files are in other pods."""
+        generation = self._job.spec.generation
+        sources: dict[str, str] = {}
+        if (files := tokenizer_directory(self._tokenizer, pinned_revision(self._job, earlier, TOKENIZER))) is not None:
+            self._tokenizer_revision = hub_commit(files)
+            sources = tokenizer_sources(files, own_template=generation.model.chat_template is not None)
+        if generation.external is not None:
+            return sources
+        own = files
+        if self._tokenizer != generation.model.source:
+            own = model_directory(generation.model.source, pinned_revision(self._job, earlier, MODEL))
+        if own is not None and hub_commit(own) is not None:
+            sources[MODEL] = model_source(own)
         return sources
 
     def _environments(self) -> Callable[[str], EnvironmentInterface]:
@@ -350,7 +354,8 @@ class ShardPod:
                     return (await foreign.wait_ready(patience, trouble=_waiting)).max_model_len
             except (PolicyRefused, ValueError) as error:
                 raise ConfigRefused(f"spec.generation.external: {error}") from error
-        async with ServeClient(self._config.endpoint, limit=1, token=token) as client:
+        commit = None if self._manifest is None else model_commit(self._manifest.sources)
+        async with ServeClient(self._config.endpoint, limit=1, token=token, commit=commit) as client:
             return (await client.wait_ready(patience, trouble=_waiting)).max_model_len
 
     async def _work(self, max_model_len: int, feed: PartFeed | None) -> bool:

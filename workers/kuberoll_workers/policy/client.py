@@ -29,6 +29,9 @@ SESSION_HEADER = "x-session-id"
 LOAD_HEADER = "x-kuberoll-load"
 """Response header: the number of other requests that the replica was working on."""
 
+COMMIT_HEADER = "x-kuberoll-model-commit"
+"""Response header: the commit of the replica's model at the hub, if it has one."""
+
 _Body = TypeVar("_Body")
 
 _CONNECT_SECONDS = 10.0
@@ -64,6 +67,10 @@ class Unreachable(PolicyUnavailable):
     """The endpoint could not be connected to; nothing was sent."""
 
 
+class OtherModel(Unreachable):
+    """The endpoint has another commit of the model than the one that is asked for: it is as if it were not there."""
+
+
 class ServeClient:
     """Generates over HTTP, at most `limit` requests at once; an async context manager.
 
@@ -74,8 +81,13 @@ class ServeClient:
         load: Number of other requests at the endpoint when it sent its newest response; None if unknown.
     """
 
-    def __init__(self, url: str, *, limit: int, token: str | None = None) -> None:
-        """`token` is sent as a bearer token."""
+    def __init__(self, url: str, *, limit: int, token: str | None = None, commit: str | None = None) -> None:
+        """
+        Args:
+            token: Sent as a bearer token.
+            commit: The model's at the hub, without which nothing is taken; None: whichever there is.
+        """
+        self._commit = commit
         self._url = url.rstrip("/")
         self._limit = limit
         self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -105,6 +117,7 @@ class ServeClient:
         Raises:
             Overloaded: Status 429, or a 503 that does not come from the engine.
             Unreachable: No connection.
+            OtherModel: It has another model; so for all calls.
             PolicyUnavailable: A broken connection, status 5xx, or a body that is not a result.
             PolicyRefused: Another status 4xx.
         """
@@ -217,7 +230,23 @@ class ServeClient:
             raise RuntimeError("a ServeClient is used inside `async with`")
         with connection_errors(self._url):
             async with self._session.request(method, self._url + path, **options) as response:
-                return _Answer(response.status, response.headers, await response.read())
+                answer = _Answer(response.status, response.headers, await response.read())
+        # With each answer: another replica may have taken the address at any time.
+        check_commit(self._url, answer.headers.get(COMMIT_HEADER), self._commit)
+        return answer
+
+
+def check_commit(url: str, found: str | None, wanted: str | None) -> None:
+    """Check that an endpoint has the wanted commit of the model, as far as both are known.
+
+    Raises:
+        OtherModel: It has another one.
+    """
+    if None not in (found, wanted) and found != wanted:
+        raise OtherModel(
+            f"{url} has the commit {found} of the model, and the run began with {wanted}: its branch has moved at the "
+            f"hub. Set spec.generation.model.revision: {wanted}"
+        )
 
 
 @asynccontextmanager

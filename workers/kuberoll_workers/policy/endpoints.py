@@ -68,11 +68,13 @@ async def open_endpoints(
     window: int,
     tokenizer: HuggingFaceTokenizer,
     metrics: RoutingMetrics,
+    commit: str | None = None,
 ) -> AsyncIterator[RoutedPolicy]:
     """Open the policy over all replicas; the arguments are those of a worker's configuration.
 
     Args:
         window: The engine's context window, tokens.
+        commit: The model's at the hub; replicas of another one are not used. None: unknown.
 
     Raises:
         ValueError: The address for this kind of discovery is missing, or the API key is not set.
@@ -83,7 +85,7 @@ async def open_endpoints(
 
     def connect(url: str) -> AbstractAsyncContextManager[ReplicaClient]:
         if external is None:
-            return ServeClient(url, limit=limit, token=token)
+            return ServeClient(url, limit=limit, token=token, commit=commit)
         return external_client(external, url, limit=limit, token=token, tokenizer=tokenizer, window=window)
 
     async with AsyncExitStack() as stack:

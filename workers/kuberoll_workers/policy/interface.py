@@ -126,6 +126,7 @@ class EngineInfo:
         max_ongoing_requests: How many one replica takes at once; 0: unknown.
         kv_cache_tokens: Capacity of one replica's key-value cache in tokens; 0: unknown.
         tokens_in_flight: Tokens generated so far for requests that it has not answered yet.
+        commit: The model's commit at the hub; None: it is not of the hub, or unknown.
     """
 
     model: str
@@ -137,6 +138,7 @@ class EngineInfo:
     max_ongoing_requests: int = 0
     kv_cache_tokens: int = 0
     tokens_in_flight: int = 0
+    commit: str | None = None
 
 
 class PolicyError(Exception):

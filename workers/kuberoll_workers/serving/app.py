@@ -26,7 +26,7 @@ from kuberoll_api.contract import (
 from kuberoll_api.model.generation import Weights
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.auth import AccessDenied, authorize, take_tokens
-from kuberoll_workers.policy.client import LOAD_HEADER
+from kuberoll_workers.policy.client import COMMIT_HEADER, LOAD_HEADER
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.serving import controller
 from kuberoll_workers.serving.arrivals import Calls
@@ -119,6 +119,7 @@ class GenerationServer:
         )
         controller.wrap_requests(Entrance, rules=rules)
         self._begun = False
+        self._commit: str | None = None
         self._ongoing = 0
         self._calls: set[asyncio.Task[Any]] = set()
         self._replicas = ReplicaList(
@@ -126,6 +127,7 @@ class GenerationServer:
             lambda: controller.serving_replicas(application, DEPLOYMENT),
         )
         await self._engine.start()
+        self._commit = self._engine.info().commit
 
     async def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Apply the `user_config`; Serve calls this before a new replica is ready, and at each change."""
@@ -167,6 +169,11 @@ class GenerationServer:
             response.while_sent(self._counted)
         response.headers[LOAD_HEADER] = str(self._ongoing)
         response.headers[REPLICA_HEADER] = self._id
+        return self._with_commit(response)
+
+    def _with_commit(self, response: Response) -> Response:
+        if self._commit is not None:
+            response.headers[COMMIT_HEADER] = self._commit
         return response
 
     @contextmanager
@@ -255,7 +262,8 @@ class GenerationServer:
 
     async def _health_from_entrance(self) -> Response:
         # Serve runs this class in a loop of its own thread, and the entrance in its own.
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._healthz(), self._loop))
+        response = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._healthz(), self._loop))
+        return self._with_commit(response)
 
     async def _show_weights(self) -> Response:
         application = self._args.application

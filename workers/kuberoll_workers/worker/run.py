@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from kuberoll_workers.data.provenance import rendering_of
+from kuberoll_workers.data.provenance import model_commit, rendering_of
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.dataset.expansion import sample_groups
@@ -80,6 +80,7 @@ async def open_policy(
         window=config.max_model_len,
         tokenizer=tokenizer,
         metrics=metrics.routing,
+        commit=model_commit(config.sources),
     ) as policy:
         yield policy
 

@@ -46,6 +46,7 @@ from kuberoll_workers.serving.engines.gloo_backend import BACKEND as GLOO
 from kuberoll_workers.serving.engines.imports import without_collection
 from kuberoll_workers.serving.engines.interface import OWN_VERSION, WeightsRefused
 from kuberoll_workers.serving.engines.receiving import NotReceived, VLLMTransfers, WeightsReceiver
+from kuberoll_workers.serving.engines.revisions import pinned_revisions
 from kuberoll_workers.serving.engines.self_check import Report, SelfCheckFailed, different_arguments, failure_message
 from kuberoll_workers.serving.engines.spot_check import Response, SpotChecks, longest_for, response_of
 from kuberoll_workers.serving.engines.spot_metrics import SpotMetrics
@@ -242,6 +243,7 @@ class VLLMEngine:
         self._thoughts: ThoughtsReader | None = None
         self._revision = revision
         self._tokenizer_revision = tokenizer_revision
+        self._commit: str | None = None
         self._engine: AsyncLLM | None = None
         # None: adapters are not enabled.
         self._adapted: AdaptedClient | None = None
@@ -276,6 +278,13 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if (missing := missing_library()) is not None:
             raise RuntimeError(missing)
+        self._revision, self._tokenizer_revision, self._commit = await asyncio.to_thread(
+            pinned_revisions,
+            model=self._model,
+            tokenizer=self._tokenizer,
+            revision=self._revision,
+            tokenizer_revision=self._tokenizer_revision,
+        )
 
         with contextlib.ExitStack() as stack:
             if _is_ray_actor():
@@ -614,6 +623,7 @@ class VLLMEngine:
             ongoing_requests=len(self._requests()),
             kv_cache_tokens=self._room,
             tokens_in_flight=self._tokens_in_flight(),
+            commit=self._commit,
         )
 
     def _tokens_in_flight(self) -> int:
