@@ -161,13 +161,13 @@ async def test_a_session_has_no_more_calls_under_way_than_its_share() -> None:
         assert app.under_way == []
 
 
-async def test_a_caller_who_holds_too_much_loses_what_came_least_lately() -> None:
+@pytest.mark.parametrize("path", ["/v1/generate", "/sessions/bad/v1/chat/completions"])
+async def test_a_caller_who_holds_too_much_loses_what_came_least_lately(path: str) -> None:
     app = Places()
-    path = "/sessions/bad/v1"
-    # Room for 2 bodies of each session, and 100 bytes.
+    # Room for 2 bodies of each session, and 100 bytes; 4 calls of a session are under way at once.
     async with (
         replica(app, Arrivals(bodies=16, size=800)) as port,
-        connections(port, 200, head(path, 90) + b"x" * 10) as readers,
+        connections(port, 200, head(path, 90) + b"x" * 30) as readers,
         http() as session,
     ):
         async with session.post(f"http://127.0.0.1:{port}/v1/generate", data=b"x" * 50) as found:
@@ -175,6 +175,35 @@ async def test_a_caller_who_holds_too_much_loses_what_came_least_lately() -> Non
         refused = await asyncio.gather(*map(answer, readers[:100]))
         assert {status for status, _ in refused} == {429}
         assert refused[0][1]["error"]["type"] == "TooManyBodies"
+
+
+async def test_a_body_that_comes_where_there_is_no_room_is_refused_itself() -> None:
+    app = Places()
+    # Each of these is whole: none can be dropped.
+    async with replica(app, Arrivals(bodies=2)) as port, http() as session:
+        url = f"http://127.0.0.1:{port}/sessions"
+        held = [asyncio.create_task(session.post(f"{url}/{name}/v1", data=b"{}")) for name in "ab"]
+        while len(app.under_way) < 2:
+            app.begun.clear()
+            await app.begun.wait()
+        async with session.post(f"{url}/c/v1", data=b"{}") as found:
+            assert found.status == 429
+        app.go_on.set()
+        assert [(await call).status for call in held] == [200, 200]
+
+
+async def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrance, "MAX_WAITING", 1)
+    monkeypatch.setattr(entrance, "_REFUSAL_SECONDS", 0.0)
+    app = Places()
+    async with replica(app) as port, http() as session:
+        url = f"http://127.0.0.1:{port}/sessions/bad/v1"
+        calls = [asyncio.create_task(session.post(url, data=b"{}")) for _ in range(100)]
+        while sum(call.done() for call in calls) < 99 - LEAST_PLACES:
+            await asyncio.wait([call for call in calls if not call.done()], return_when=asyncio.FIRST_COMPLETED)
+        app.go_on.set()
+        statuses = sorted([(await call).status for call in calls])
+        assert statuses == [200] * (LEAST_PLACES + 1) + [429] * (99 - LEAST_PLACES)
 
 
 async def test_a_body_that_trickles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

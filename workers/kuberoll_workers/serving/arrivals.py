@@ -16,6 +16,9 @@ SHARE: Final = 8
 LEAST_PLACES: Final = 4
 """Calls that each session may have under way, however many sessions call."""
 
+MAX_WAITING: Final = 4096
+"""Calls of each session that may wait."""
+
 ACTIVE_SECONDS: Final = 10.0
 """Time after its last call for which a session counts as one that calls."""
 
@@ -141,6 +144,11 @@ class Calls:
     def share(self) -> int:
         """Number of calls that each session may have under way now."""
         return max(LEAST_PLACES, self._places // max(1, len(self._sessions)))
+
+    def waiting_of(self, session: str) -> int:
+        """Number of calls of a session that wait."""
+        found = self._sessions.get(session)
+        return 0 if found is None else len(found.waiting)
 
     def begin(self, session: str, now: float, start: Callable[[], None]) -> bool:
         """Begin a call; False: it waits, and `start` is called when it may begin.

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -13,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from kuberoll_workers.policy.auth import AccessDenied
-from kuberoll_workers.serving.arrivals import Arrival, Arrivals, Calls
+from kuberoll_workers.serving.arrivals import MAX_WAITING, Arrival, Arrivals, Calls
 from kuberoll_workers.serving.bodies import BodyRefused, read_body
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _POLICY_VIOLATION: Final = 1008
 _RETRY: Final = {"retry-after": "1"}
+_REFUSAL_SECONDS: Final = 1.0
 # What is left of a body that was refused is not read.
 _CLOSE: Final = {"connection": "close"}
 
@@ -49,7 +51,7 @@ class Entrance:
 
     A request that has not arrived takes no place: its body is read here, within limits of time, rate and size, and of
     what each caller and all of them may have (`Arrivals`). A session has no more calls under way than its share
-    (`Calls`); those that wait have arrived, and leave when their caller does. WebSockets are refused.
+    (`Calls`), those whose bodies arrive among them; its others wait without being read. WebSockets are refused.
 
     Attributes:
         rules: None: bodies are read, and nothing else is known.
@@ -88,18 +90,41 @@ class Entrance:
         if not _has_body(request) and session is None:
             await self.app(scope, receive, send)
             return
-        await self._arrived(request, send, session)
+        if session is None or self.rules is None:
+            await self._arrived(request, send, session)
+        else:
+            await self._in_turn(request, send, session, self.rules.calls)
+
+    async def _in_turn(self, request: Request, send: Send, session: str, calls: Calls) -> None:
+        """Answer a call of a session when it is its turn; until then its body is not even read."""
+        begun = await _begun(calls, session)
+        if not begun:
+            # Not at once: who asks again in the same moment takes the time of all.
+            await asyncio.sleep(_REFUSAL_SECONDS)
+            message = f"{MAX_WAITING:,} calls of this session wait already"
+            await _error(429, "TooManyCalls", message, {**_CLOSE, **_RETRY})(request.scope, request.receive, send)
+            return
+        try:
+            await self._arrived(request, send, session)
+        finally:
+            calls.end(session)
 
     async def _arrived(self, request: Request, send: Send, session: str | None) -> None:
-        dropped = asyncio.timeout(None)
         loop = asyncio.get_running_loop()
-        arrival = self.arrivals.begin(
-            session or _caller(request), lambda: dropped.reschedule(loop.time()), bounded=session is not None
-        )
+        arrival: Arrival | None = None
         try:
             try:
-                async with dropped:
-                    body = await read_body(request, arrived=lambda size: self.arrivals.add(arrival, size))
+                # Entered first: where there is no room, a body is dropped as it begins.
+                async with asyncio.timeout(None) as dropped:
+                    arrival = self.arrivals.begin(
+                        session or _caller(request),
+                        lambda: dropped.reschedule(loop.time()),
+                        bounded=session is not None,
+                    )
+                    body = await read_body(request, arrived=partial(self.arrivals.add, arrival))
+                    if not arrival.counted:
+                        # It was here already, so that nothing was awaited.
+                        raise TimeoutError
                     self.arrivals.complete(arrival)
             except ClientDisconnect:
                 return
@@ -107,51 +132,39 @@ class Entrance:
                 await _error(error.status, "BodyRefused", str(error), _CLOSE)(request.scope, request.receive, send)
                 return
             except TimeoutError:
-                if not dropped.expired():
+                if arrival is None or arrival.counted:
                     raise
                 await _too_many(arrival)(request.scope, request.receive, send)
                 return
-            await self._with_place(request, body, send, session)
+            await self.app(request.scope, _replayed(body, request.receive), send)
         finally:
-            self.arrivals.end(arrival)
-
-    async def _with_place(self, request: Request, body: bytes, send: Send, session: str | None) -> None:
-        receive = _replayed(body, request.receive)
-        if session is None or self.rules is None:
-            await self.app(request.scope, receive, send)
-            return
-        calls = self.rules.calls
-        if not await _begun(calls, session, request.receive):
-            return
-        try:
-            await self.app(request.scope, receive, send)
-        finally:
-            calls.end(session)
+            if arrival is not None:
+                self.arrivals.end(arrival)
 
 
-async def _begun(calls: Calls, session: str, receive: Receive) -> bool:
-    """Wait until a call may begin; False: its caller has left."""
+async def _begun(calls: Calls, session: str) -> bool:
+    """Wait until it is a call's turn; False: too many wait.
+
+    That its caller has left is noticed when it is its turn: nothing is read before.
+    """
     loop = asyncio.get_running_loop()
-    granted: asyncio.Future[None] = loop.create_future()
+    turn: asyncio.Future[None] = loop.create_future()
 
     def start() -> None:
-        if not granted.done():
-            granted.set_result(None)
+        if not turn.done():
+            turn.set_result(None)
 
+    if calls.waiting_of(session) >= MAX_WAITING:
+        return False
     if calls.begin(session, loop.time(), start):
         return True
-    # All of the body is here: what still comes is that the caller has left.
-    leaving: asyncio.Future[Any] = asyncio.ensure_future(receive())
-    begun = False
     try:
-        waited: set[asyncio.Future[Any]] = {granted, leaving}
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        begun = granted.done() and not leaving.done()
-        return begun
-    finally:
-        leaving.cancel()
-        if not begun and not calls.withdraw(session, start):
+        await turn
+    except asyncio.CancelledError:
+        if not calls.withdraw(session, start):
             calls.end(session)
+        raise
+    return True
 
 
 def proxy_middlewares() -> list[Middleware]:
