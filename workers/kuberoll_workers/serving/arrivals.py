@@ -16,8 +16,8 @@ SHARE: Final = 8
 LEAST_PLACES: Final = 4
 """Calls that each session may have under way, however many sessions call."""
 
-MAX_WAITING: Final = 4096
-"""Calls of each session that may wait."""
+MAX_WAITING: Final = 512
+"""Calls of each session that may wait, unread: the server keeps 64 KiB and more of each."""
 
 ACTIVE_SECONDS: Final = 10.0
 """Time after its last call for which a session counts as one that calls."""
