@@ -102,3 +102,15 @@ def test_parquet_says_it_too(tmp_path: Path) -> None:
     assert (_marks(read.messages), _marks((read.branches or [])[0].messages)) == (MARKS, MARKS[:3])
     branches = decode_branches(encode_branches(_played().branches or []))
     assert _marks(branches[0].messages) == MARKS[:3]
+
+
+def test_branches_of_a_column_are_read_as_those_of_a_line() -> None:
+    text = encode_branches(_played().branches or [])
+    older = orjson.loads(text)
+    for message in older[0]["messages"]:
+        del message["sampled"]
+    assert _marks(decode_branches(orjson.dumps(older))[0].messages) == MARKS[:3]
+    contradiction = orjson.loads(text)
+    contradiction[0]["messages"][2]["sampled"] = False
+    with pytest.raises(ValueError, match=r"^branches\[0\]\.messages\[2\], of turn 1"):
+        decode_branches(orjson.dumps(contradiction))
