@@ -79,6 +79,15 @@ biases = st.sampled_from([{}, {"5": 3}, {"5": -100, "6": 1.5}])
 arguments = st.sampled_from([None, {}, {"mine": 1}])
 FORMS: list[dict[str, Any]] = [{"choice": ["up", "down"]}, {"regex": "u+"}, {"json_object": True}]
 seeds = st.integers(0, 9)
+# Of rows and of requests alike.
+shared: dict[str, st.SearchStrategy[Any]] = {
+    "top_k": counts,
+    "min_p": st.sampled_from([0.0, 0.2]),
+    "presence_penalty": penalties,
+    "frequency_penalty": penalties,
+    "repetition_penalty": repetitions,
+    "min_tokens": st.sampled_from([0, 2]),
+}
 
 
 @given(
@@ -87,12 +96,7 @@ seeds = st.integers(0, 9)
         optional={
             "temperature": temperatures,
             "top_p": shares,
-            "top_k": counts,
-            "min_p": st.sampled_from([0.0, 0.2]),
-            "presence_penalty": penalties,
-            "frequency_penalty": penalties,
-            "repetition_penalty": repetitions,
-            "min_tokens": st.sampled_from([0, 2]),
+            **shared,
             "seed": seeds,
             "ignore_eos": st.booleans(),
             "stop": st.just(["x"]),
@@ -118,12 +122,7 @@ rows = st.fixed_dictionaries(
     optional={
         "temperature": temperatures.map(float),
         "top_p": shares.map(float),
-        "top_k": counts,
-        "min_p": st.sampled_from([0.0, 0.2]),
-        "presence_penalty": penalties,
-        "frequency_penalty": penalties,
-        "repetition_penalty": repetitions,
-        "min_tokens": st.sampled_from([0, 2]),
+        **shared,
         "greedy": st.booleans(),
         "structured_outputs": st.sampled_from(FORMS[:2]),
     },

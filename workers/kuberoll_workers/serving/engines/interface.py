@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from kuberoll_workers.data.sampling import Distribution
 from kuberoll_workers.policy.interface import EngineInfo, GenerationRequest, GenerationResult
 from kuberoll_workers.serving.engines.spot_check import Response
 
@@ -82,11 +83,11 @@ class Engine(Protocol):
         """
         ...
 
-    def note(self, response: Response, sampling: Any, *, computed: int) -> None:
+    def note(self, response: Response, distribution: Distribution, *, computed: int) -> None:
         """Note a response that its client sampled, which an engine may check.
 
         Args:
-            sampling: vLLM's parameters of it.
+            distribution: That it was sampled from.
             computed: Number of tokens that the engine computed for it.
         """
         ...

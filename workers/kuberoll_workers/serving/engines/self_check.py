@@ -174,13 +174,8 @@ async def check(prober: Prober, prompts: Sequence[Sequence[int]], kind: Kind, *,
     drawn = await _each(
         lambda n: prober.sample(prompts[n], temperature=1.0, seed=n + 1, tokens=tokens), range(len(prompts))
     )
-    scores = await _each(lambda n: _score(prober, prompts[n], drawn[n]), range(len(prompts)))
-    pairs = [
-        Pair(reported, score.logprob)
-        for response, scored in zip(drawn, scores, strict=True)
-        if scored
-        for reported, score in zip(response.logprobs, scored, strict=True)
-    ]
+    scores = await _each(lambda n: _score(prober, prompts[n], drawn[n].ids), range(len(prompts)))
+    pairs = [pair for response, scored in zip(drawn, scores, strict=True) for pair in _pairs(response.logprobs, scored)]
     findings = list(distribution_findings(pairs, kind))
     if whole:
         findings += await _further(prober, prompts, drawn, kind, tokens)
@@ -191,9 +186,7 @@ async def check_response(
     prober: Prober, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], kind: Kind
 ) -> Report:
     """Check a response that was sampled at temperature 1, by its reported log-probabilities."""
-    scored = await prober.score([*prompt, *response]) or []
-    scores = scored[len(prompt) - 1 :]
-    pairs = [Pair(reported, score.logprob) for reported, score in zip(logprobs, scores, strict=bool(scores))]
+    pairs = _pairs(logprobs, await _score(prober, prompt, response))
     return Report(pairs=pairs, evidence=evidence(pairs, kind.vocabulary), findings=distribution_findings(pairs, kind))
 
 
@@ -229,7 +222,7 @@ async def _further(
         lambda n: prober.sample(prompts[n], temperature=0.0, seed=0, tokens=tokens // 2),
         range(min(SHORT_TEXTS, len(prompts))),
     )
-    scores = await _each(lambda n: _score(prober, prompts[n], greedy[n]), range(len(greedy)))
+    scores = await _each(lambda n: _score(prober, prompts[n], greedy[n].ids), range(len(greedy)))
     return [
         *stop_findings(list(zip(stops, again, strict=True))),
         *seed_findings(drawn, again, kind),
@@ -303,10 +296,15 @@ def _stop_of(text: str) -> str | None:
     return piece if piece.strip() and "\ufffd" not in piece else None
 
 
-async def _score(prober: Prober, prompt: Sequence[int], response: Drawn) -> list[Scored]:
+async def _score(prober: Prober, prompt: Sequence[int], response: Sequence[int]) -> list[Scored]:
     """Scores of a response's tokens; none if the engine scores no prompts."""
-    scored = await prober.score([*prompt, *response.ids])
+    scored = await prober.score([*prompt, *response])
     return [] if scored is None else scored[len(prompt) - 1 :]
+
+
+def _pairs(logprobs: Sequence[float], scores: Sequence[Scored]) -> list[Pair]:
+    """Pairs of a response's tokens; none if the engine scores no prompts."""
+    return [Pair(*both) for both in zip(logprobs, [score.logprob for score in scores], strict=True)] if scores else []
 
 
 async def _each(call: Callable[[int], Awaitable[_Result]], numbers: Iterable[int]) -> list[_Result]:

@@ -23,7 +23,7 @@ import msgspec
 
 from kuberoll_api.model.generation import SelfCheck
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
-from kuberoll_workers.data.sampling import distribution_of
+from kuberoll_workers.data.sampling import Distribution, distribution_of
 from kuberoll_workers.data.thoughts import ThoughtsReader
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from kuberoll_workers.data.tool_calls import ToolCalls
@@ -399,7 +399,7 @@ class VLLMEngine:
         )
         self.note(
             response_of(request.token_ids, result.token_ids, result.logprobs, result.policy_versions),
-            request.sampling,
+            distribution_of(request.sampling),
             computed=prompt - result.cached_tokens + len(result.token_ids),
         )
         if request.tools is None or self._parser is None:
@@ -646,10 +646,10 @@ class VLLMEngine:
         engine = self._started()
         return engine if self._adapted is None else cast("AsyncLLM", self._adapted)
 
-    def note(self, response: Response, sampling: Any, *, computed: int) -> None:
+    def note(self, response: Response, distribution: Distribution, *, computed: int) -> None:
         if self._spots is None:
             return
-        chosen = self._spots.choose(response, distribution_of(sampling), computed=computed, version=self._version)
+        chosen = self._spots.choose(response, distribution, computed=computed, version=self._version)
         if self._spot_metrics is not None:
             self._spot_metrics.set(self._spots.tally)
         if chosen is not None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 PREFIX: Final = "self-check"
 """How the ids of its requests begin."""
 
+# Of all requests in this process: several checks may be under way.
+_NUMBERS: Final = itertools.count()
 _LONGEST_PROMPT: Final = 32
 
 
@@ -83,7 +85,6 @@ class VLLMProber:
         """
         self._client, self._scores = client, scores
         self._options: dict[str, Any] = {} if rank is None else {"data_parallel_rank": rank}
-        self._numbers = itertools.count()
 
     async def sample(
         self, prompt: Sequence[int], *, temperature: float, seed: int, tokens: int, stop: str | None = None
@@ -133,7 +134,7 @@ class VLLMProber:
     async def _answer(self, ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         from vllm.inputs.engine import tokens_input
 
-        name = f"{PREFIX}-{next(self._numbers)}"
+        name = f"{PREFIX}-{next(_NUMBERS)}"
         final = None
         # Nothing that others send can continue what is in the cache with this salt.
         prompt = tokens_input(list(ids), cache_salt=PREFIX)

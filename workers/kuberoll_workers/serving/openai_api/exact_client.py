@@ -104,6 +104,7 @@ class ExactClient:
         if params.logprobs is None and (exchange.recorded is not None or structured):
             # Of the sampled tokens; the answer has none that were not asked for.
             params.logprobs = 0
+        distribution = distribution_of(params)
         began = time.time()
         parts: dict[int, _Response] = {}
         async for output in self._outputs(prompt, params, request_id, options):
@@ -128,7 +129,7 @@ class ExactClient:
                 if len(response.logprobs) == len(sampled):
                     self._engine.note(
                         response_of(ids, sampled, response.logprobs, versions[sequence.index]),
-                        params,
+                        distribution,
                         # The prompt of several responses is computed once.
                         computed=len(sampled) + (sequence.index == 0) * (len(ids) - (output.num_cached_tokens or 0)),
                     )
@@ -151,7 +152,7 @@ class ExactClient:
                             chat=exchange.chat,
                             tools=exchange.tools,
                             demand=exchange.demand,
-                            distribution=distribution_of(params),
+                            distribution=distribution,
                         )
                     )
             yield output
