@@ -2,8 +2,14 @@
 
 python -m tests.monitoring.record http://127.0.0.1:PORT/metrics
 
-The port is in DIR/prometheus/prometheus.yml of `kuberoll run --monitor --output DIR`. Kept are the metrics that
-dashboards and alerts ask for, without the labels that say where it was; values are what they were.
+The port is in DIR/prometheus/prometheus.yml of this run, which has two replicas so that sums over them are seen to be
+sums:
+
+kuberoll run examples/mixed/rolloutjob.yaml --output DIR --metrics-port 0 --monitor \\
+    --set spec.generation.replicas=2 --set spec.workers.replicas=1 --set spec.dataset.source.generator.count=50000
+
+Kept are the metrics that dashboards and alerts ask for, without the labels that say where it was; values are what they
+were.
 """
 
 from __future__ import annotations
