@@ -38,6 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     second_chance.add_option(parser)
     parser.addoption("--long", action="store_true", help="Run the tests that take a minute or more, too.")
     parser.addoption(
+        "--engine-image",
+        action="store_true",
+        help="Run the tests that build the image of generation, of some gigabytes, too.",
+    )
+    parser.addoption(
         "--quick",
         action="store_true",
         help="Run only the quick tests, and property tests with few examples.",
@@ -165,6 +170,9 @@ def worker_image(containerd: Containerd) -> str:
 
 
 @pytest.fixture(scope="session")
-def generation_image(containerd: Containerd) -> str:
-    """The image of generation on CPUs, built and given to containerd; its name."""
+def generation_image(request: pytest.FixtureRequest) -> str:
+    """The image of generation on CPUs, built and given to containerd; its name. Skips without `--engine-image`."""
+    if not request.config.getoption("--engine-image"):
+        pytest.skip("builds the image of generation: --engine-image, make test-cluster")
+    containerd: Containerd = request.getfixturevalue("containerd")
     return _image(containerd, "generation")

@@ -114,7 +114,12 @@ def test_weights_that_are_published_are_those_of_the_next_run(served: Run, job: 
     assert "serves the weights '2', and spec.weights.version is 'next'" in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    # SIGTERM takes the same way as SIGINT.
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
+    ids=lambda number: number.name,
+)
 def test_the_end_of_the_engine_ends_runs_at_once_and_leaves_nothing_that_a_run_would_use(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,8 +218,18 @@ async def play(
     return found, recovered
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-@pytest.mark.parametrize("name", sorted(SUBJECTS))
+# Clients of servers are the same in either isolation, and each server takes seconds to start.
+ALSO_INLINE = {"openenv-restart", "mcp"}
+
+
+@pytest.mark.parametrize(
+    ("name", "isolation"),
+    [
+        pytest.param(name, isolation, marks=() if isolation == "Process" or name in ALSO_INLINE else [pytest.mark.long])
+        for name in sorted(SUBJECTS)
+        for isolation in ISOLATIONS
+    ],
+)
 async def test_a_killed_server_changes_no_trajectory(tmp_path: Path, name: str, isolation: str) -> None:
     subject = SUBJECTS[name]
     server = subject.start(tmp_path / "log")
