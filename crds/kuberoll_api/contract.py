@@ -15,7 +15,7 @@ from pydantic import Field, StringConstraints
 
 from kuberoll_api.model.access import Scope as Scope
 from kuberoll_api.model.generation import Autoscaling, Generation, SelfCheck, SimulatedEngine, Weights
-from kuberoll_api.model.types import MAX_COUNT
+from kuberoll_api.model.types import MAX_COUNT, Commit
 
 EXIT_FAILED: Final = 1
 """Exit code: any failure without a code of its own; another attempt may succeed."""
@@ -371,6 +371,7 @@ class WorkerMessage:
         shard: Its shard, 0 for the check; None if it ended before it knew its shard.
         planned, trajectories, failed, turns, generated_tokens, reward_sum: As in `PodProgress`, at the end.
         dropped: Trajectories of dropped groups.
+        commit: The commit of the run's model at the hub; None: it has none, or it is unknown.
         done: True if the work was done.
         cause: Why it was not done, for the user; empty if it was.
     """
@@ -383,6 +384,7 @@ class WorkerMessage:
     turns: _Count = 0
     generated_tokens: _Count = 0
     reward_sum: _Sum = 0.0
+    commit: Commit | None = None
     done: bool = False
     cause: str = ""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from kuberoll_api.model.types import MAX_COUNT, Model, Name, keyed_by
+from kuberoll_api.model.types import MAX_COUNT, Commit, Model, Name, keyed_by
 
 Phase = Literal["Pending", "Queued", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed"]
 
@@ -57,6 +57,11 @@ class GenerationStatus(Model):
     desired_replicas: Pods = Field(default=0, description="Desired number of replicas; 0 once they are released.")
     policy_version: Annotated[str, StringConstraints(max_length=63)] | None = Field(
         default=None, description="Version of the weights that all replicas serve; absent: unknown."
+    )
+    model_commit: Commit | None = Field(
+        default=None,
+        description="Commit of the model at the hub that the workers' check found, which all replicas load, also when "
+        "its branch has moved; absent: it is not of the hub, or unknown.",
     )
 
 

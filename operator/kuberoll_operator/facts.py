@@ -107,11 +107,13 @@ class Check:
     Attributes:
         done: True if engines may be started.
         planned: Number of trajectories that the job will produce; None if the check has not reported it.
+        commit: The commit of the run's model at the hub; None: it has none, or it is unknown.
         problem: Why the job fails; None if it does not.
     """
 
     done: bool
     planned: int | None = None
+    commit: str | None = None
     problem: Cause | None = None
 
 
@@ -548,7 +550,9 @@ def _check(
     # and continues.
     needless = not runs_in_job(backend) or (not recorded and (shards.exists or not generation.released))
     if needless or shards.done or recorded.get("status") == "True":
-        return Check(done=True)
+        # Only a check that succeeded has seen this spec.
+        known = (status.get("generation") or {}).get("modelCommit") if recorded.get("status") == "True" else None
+        return Check(done=True, commit=known)
     live = observed.get("Job", names.check(job.metadata.name))
     if live is None or is_dying(live) or not is_ours(live, job, raw):
         return Check(done=False)
@@ -560,7 +564,7 @@ def _check(
     if is_true(found, "Complete"):
         last = next((end for end in reversed(ends) if end.exit_code == 0), None)
         message = worker_message(last)
-        return Check(done=True, planned=None if message is None else message.planned)
+        return Check(done=True) if message is None else Check(done=True, planned=message.planned, commit=message.commit)
     verdict = next((condition(found, kind) for kind in ("FailureTarget", "Failed") if is_true(found, kind)), None)
     if verdict is None:
         return Check(done=False)

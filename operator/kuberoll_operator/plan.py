@@ -91,7 +91,8 @@ def plan(facts: Facts) -> Plan:
 
 def render_context(facts: Facts) -> RenderContext:
     """The context that children are rendered from."""
-    job, raw, settings = facts.job, facts.raw, facts.settings
+    raw, settings = facts.raw, facts.settings
+    job = _of_commit(facts.job, facts.check.commit)
     return RenderContext(
         job=job,
         namespace=raw["metadata"]["namespace"],
@@ -114,6 +115,15 @@ def render_context(facts: Facts) -> RenderContext:
             for entry in job.spec.generation.access
         },
     )
+
+
+def _of_commit(job: RolloutJob, commit: str | None) -> RolloutJob:
+    """A job whose replicas load one commit of the model, whenever they start."""
+    if commit is None:
+        return job
+    model = job.spec.generation.model.model_copy(update={"revision": commit})
+    generation = job.spec.generation.model_copy(update={"model": model})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"generation": generation})})
 
 
 def _ttl_has_passed(facts: Facts) -> bool:

@@ -103,6 +103,32 @@ def test_no_engine_is_asked_for_before_the_check_is_done() -> None:
     assert (applied(recorded), deleted(recorded)) == ([*STANDING, "Deployment/generation"], ["Job/check"])
 
 
+def revisions(found: Plan) -> set[str | None]:
+    """The model's revisions in the configurations of pods."""
+    [config] = [item for item in found.apply if item["kind"] == "ConfigMap"]
+    return {json.loads(text)["job"]["spec"]["generation"]["model"].get("revision") for text in config["data"].values()}
+
+
+def test_replicas_load_the_commit_that_the_check_found() -> None:
+    """Also those that start after a push to the model's branch."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    said = terminated(0, json.dumps({"planned": 8, "commit": commit, "done": True, "cause": ""}))
+    facts = observed(
+        check_job(conditions=job_condition("Complete")), pods=[pod("check", phase="Succeeded", container=said)]
+    )
+    stale = {"generation": {"modelCommit": "f" * 40}}
+    assert revisions(decide(facts, {"conditions": [UNCHECKED], **stale})) == {commit}
+    recorded = {"conditions": [CHECKED], "generation": {"modelCommit": commit}}
+    assert revisions(decide(observed(), recorded)) == {commit}
+    # Before it has ended, what an earlier one found is nothing: the spec may be another one.
+    assert revisions(decide(observed(check_job(active=1)), {"conditions": [UNCHECKED], **stale})) == {None}
+    # Workers of an older release say none, and nobody's word is taken for one.
+    for older in ({"planned": 8, "done": True}, {"planned": 8, "commit": "main; rm -rf", "done": True}):
+        pods = [pod("check", phase="Succeeded", container=terminated(0, json.dumps(older)))]
+        facts = observed(check_job(conditions=job_condition("Complete")), pods=pods)
+        assert revisions(decide(facts, {"conditions": [UNCHECKED]})) == {None}
+
+
 def test_a_failed_check_asks_for_no_engine() -> None:
     failed = check_job(conditions=job_condition("Failed", "PodFailurePolicy"))
     pods = [pod("check", phase="Failed", container=terminated(78, "there is no environment type sliding_puzle"))]

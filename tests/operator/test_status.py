@@ -941,7 +941,8 @@ def test_the_workers_column_counts_pods_that_run() -> None:
 
 
 def test_the_number_of_trajectories_is_known_from_the_check() -> None:
-    said = terminated(0, json.dumps({"planned": 4096, "done": True, "cause": ""}))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    said = terminated(0, json.dumps({"planned": 4096, "commit": commit, "done": True, "cause": ""}))
     facts = observed(
         check_job(conditions=job_condition("Complete")), pods=[pod("check", phase="Succeeded", container=said)]
     )
@@ -949,6 +950,11 @@ def test_the_number_of_trajectories_is_known_from_the_check() -> None:
     checked = run(before, facts, 10)
     assert checked["progress"]["trajectories"] == 4096
     assert "4096 trajectories in 4 shards" in model.condition(checked, "WorkersChecked")["message"]
+    assert checked["generation"]["modelCommit"] == commit
+    assert run(checked, running((0, 10, 100)), 60)["generation"]["modelCommit"] == commit
+    # A resumed job may have another model.
+    suspended = run(checked, observed(), 60, suspend=True)
+    assert "modelCommit" not in run(suspended, observed(), 61, suspend=True)["generation"]
     # Nor does an estimate from a few shards replace it.
     assert run(checked, running((0, 10, 100)), 60)["progress"]["trajectories"] == 4096
 

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
+from kuberoll_api.contract import PodConfig, WorkerMessage
 from kuberoll_workers.output.run_directory import new_manifest
+from kuberoll_workers.pods.worker import ShardPod
 from tests.data.hub import Hub, serving_hub, variables
 from tests.pods.test_contract import job
 
@@ -62,3 +65,14 @@ def test_the_model_s_commit_is_known_without_its_weights(tmp_path: Path) -> None
         # Its files are in other pods.
         assert "model" not in sources(hub, tmp_path / "five", {"source": str(tmp_path / "model")})
     assert "model.safetensors" not in hub.asked
+
+
+@pytest.mark.parametrize(("directory", "said"), [("a" * 40, "a" * 40), ("main", None), (None, None)])
+def test_the_check_tells_the_operator_the_commit(directory: str | None, said: str | None) -> None:
+    given = job(source={"uri": "rows.jsonl"})
+    document = given.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    pod = ShardPod(PodConfig(job=document, base="/", endpoint="http://x", shard_count=1, output="/"), 0)
+    named = {} if directory is None else {"model": f"commit {directory}"}
+    pod._manifest = new_manifest(given, shards=1, inputs={}, sources=named)
+    message = TypeAdapter(WorkerMessage).validate_json(pod.message(""))
+    assert message.commit == said

@@ -15,6 +15,9 @@ from kuberoll_api.model.contradictions import contradiction
 # 63 characters of a DNS label.
 MAX_NAME_LENGTH = 40
 
+COMMIT_PATTERN = r"^[0-9a-f]{40,64}$"  # of git, by SHA-1 or SHA-256
+Commit = Annotated[str, StringConstraints(pattern=COMMIT_PATTERN, max_length=64)]
+
 MAX_SECONDS = 365 * 86400
 MAX_COUNT = 10**15  # JSON readers with only floats are exact up to here
 MAX_SEED = 2**63 - 1

@@ -128,6 +128,8 @@ def _generation(old: Json, facts: Facts) -> Json:
     state, version = facts.generation, served_version(old, facts)
     wanted = state.desired if facts.stage in UNDER_WAY else 0
     kept = {} if version is None else {"policyVersion": version}
+    if facts.check.commit is not None:
+        kept["modelCommit"] = facts.check.commit
     counts = {"readyReplicas": state.ready, "desiredReplicas": wanted}
     return {"backend": facts.backend, "endpoint": facts.hosting.endpoint, **counts, **kept}
 

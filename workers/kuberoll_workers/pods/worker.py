@@ -16,6 +16,7 @@ import asyncio
 import importlib.util
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -40,6 +41,7 @@ from kuberoll_api.http_server import metrics_route, serving
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.model.dataset import DatasetSource
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.types import COMMIT_PATTERN
 from kuberoll_api.paths import format_path
 from kuberoll_workers.data.provenance import MODEL, TOKENIZER, hub_commit, model_commit, model_source, tokenizer_sources
 from kuberoll_workers.data.record import FailureRecord
@@ -169,6 +171,7 @@ class ShardPod:
     def message(self, cause: str) -> bytes:
         """The termination message."""
         counts = self.progress()
+        commit = None if self._manifest is None else model_commit(self._manifest.sources)
         return encode_message(
             WorkerMessage(
                 shard=counts.shard,
@@ -179,6 +182,8 @@ class ShardPod:
                 turns=counts.turns,
                 generated_tokens=counts.generated_tokens,
                 reward_sum=counts.reward_sum,
+                # A cache that somebody else made may have directories of other names.
+                commit=commit if commit is not None and re.match(COMMIT_PATTERN, commit) else None,
                 done=self.done,
                 cause=cause,
             )
