@@ -20,6 +20,7 @@ from kuberoll_workers.policy.auth import AccessDenied
 from kuberoll_workers.serving import bodies, entrance
 from kuberoll_workers.serving.arrivals import LEAST_PLACES, Arrivals, Calls
 from kuberoll_workers.serving.entrance import Entrance, Rules
+from kuberoll_workers.serving.spending import CALL_SECONDS, SAVED_SECONDS, Spending, body_seconds
 from tests.serving.test_slow_clients import serving
 
 PLACES = 4
@@ -32,6 +33,7 @@ class Places:
     def __init__(self) -> None:
         self.free = asyncio.Semaphore(PLACES)
         self.under_way: list[str] = []
+        self.calls: list[str] = []
         self.go_on = asyncio.Event()
         self.begun = asyncio.Event()
 
@@ -41,6 +43,7 @@ class Places:
             body = await request.body()
             if scope["path"].startswith("/sessions"):
                 self.under_way.append(scope["path"])
+                self.calls.append(scope["path"])
                 self.begun.set()
                 await self.go_on.wait()
                 self.under_way.remove(scope["path"])
@@ -60,9 +63,22 @@ def session_of(path: str) -> str | None:
     return path.split("/")[2] if path.startswith("/sessions/") else None
 
 
+def spender_of(request: Request, path: str) -> str | None:
+    return session_of(path)
+
+
 @asynccontextmanager
-async def replica(app: Any, arrivals: Arrivals | None = None, places: int = PLACES) -> AsyncIterator[int]:
-    rules = Rules(authorize=authorize, session=session_of, health=healthy, calls=Calls(places))
+async def replica(
+    app: Any, arrivals: Arrivals | None = None, places: int = PLACES, spending: Spending | None = None
+) -> AsyncIterator[int]:
+    rules = Rules(
+        authorize=authorize,
+        session=session_of,
+        spender=spender_of,
+        health=healthy,
+        calls=Calls(places),
+        spending=spending or Spending(),
+    )
     async with serving(Entrance(app, rules=rules, arrivals=arrivals or Arrivals()), HttpToolsProtocol, 600) as port:
         yield port
 
@@ -204,6 +220,95 @@ async def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         app.go_on.set()
         statuses = sorted([(await call).status for call in calls])
         assert statuses == [200] * (LEAST_PLACES + 1) + [429] * (99 - LEAST_PLACES)
+
+
+class Waits(Spending):
+    """Tells when a session has to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.changed = asyncio.Event(), asyncio.Event()
+        self.spent: list[tuple[str, float]] = []
+
+    def delay(self, session: str, now: float) -> float:
+        found = super().delay(session, now)
+        if found:
+            self.told.set()
+        return found
+
+    def spend(self, session: str, seconds: float, now: float) -> None:
+        self.spent.append((session, seconds))
+        self.changed.set()
+        super().spend(session, seconds, now)
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+async def test_a_session_that_has_spent_its_time_waits_and_others_do_not(method: str) -> None:
+    app = Places()
+    app.go_on.set()
+    spending = Waits()
+    async with replica(app, spending=spending) as port, http() as session:
+        url = f"http://127.0.0.1:{port}/sessions"
+        async with session.post(f"{url}/good/v1", data=b"{}") as found:
+            assert found.status == 200
+        now = asyncio.get_running_loop().time()
+        spending.spend("bad", SAVED_SECONDS + 3600, now)
+        waiting = asyncio.create_task(session.request(method, f"{url}/bad/v1"))
+        await spending.told.wait()
+        async with session.post(f"{url}/good/v1", data=b"{}") as found:
+            assert found.status == 200
+        assert not waiting.done()
+        # It has its time again.
+        spending.spend("bad", -7200, now)
+        waiting.cancel()
+        async with session.request(method, f"{url}/bad/v1") as found:
+            assert found.status == 200
+
+
+class Poor(Waits):
+    """A session that begins a call is an hour behind afterwards."""
+
+    def spend(self, session: str, seconds: float, now: float) -> None:
+        super().spend(session, seconds, now)
+        if seconds == CALL_SECONDS:
+            Spending.spend(self, session, 3600, now)
+
+
+async def test_a_body_that_waits_is_forgotten_when_its_caller_leaves() -> None:
+    app = Places()
+    app.go_on.set()
+    spending = Poor()
+    async with replica(app, spending=spending) as port:
+        now = asyncio.get_running_loop().time()
+        spending.spend("good", 0.1, now)
+        async with connections(port, 1, head("/sessions/bad/v1", 500) + b"x" * 500):
+            await spending.told.wait()
+            spending.changed.clear()
+        # What has come is counted.
+        await spending.changed.wait()
+        assert spending.spent[-1] == ("bad", body_seconds(500))
+        assert app.calls == []
+
+
+async def test_a_session_pays_for_what_arrives_whatever_becomes_of_it() -> None:
+    app = Places()
+    app.go_on.set()
+    spending = Waits()
+    async with replica(app, spending=spending) as port, http() as session:
+        url = f"http://127.0.0.1:{port}/sessions/one/v1"
+        async with session.post(url, data=b"x" * 1000) as found:
+            assert found.status == 200
+        assert spending.spent == [("one", CALL_SECONDS), ("one", body_seconds(1000))]
+        spending.spent.clear()
+        async with connections(port, 1, head("/sessions/one/v1", 100_000) + b"x" * 500):
+            while len(spending.spent) < 2:
+                await spending.changed.wait()
+                spending.changed.clear()
+        assert spending.spent == [("one", CALL_SECONDS), ("one", body_seconds(500))]
+        spending.spent.clear()
+        async with session.put(url, data=b"x" * 1000) as found:
+            assert found.status == 200
+        assert spending.spent == [("one", CALL_SECONDS), ("one", body_seconds(1000))]
 
 
 async def test_a_body_that_trickles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ class GenerationServer:
         rules = Rules(
             authorize=self._authorize,
             session=self._sessions.called,
+            spender=self._spender,
             health=self._health_from_entrance,
             calls=Calls(self._args.max_ongoing_requests),
         )
@@ -212,11 +213,14 @@ class GenerationServer:
         Raises:
             AccessDenied: It may not.
         """
-        authorization = _authorization(request.headers)
-        token = (authorization or "").partition(" ")[2].strip()
         # A session's own token opens that session, and nothing else.
-        if not (token and self._sessions.opens(path, token)):
-            authorize(authorization, self._tokens, _scope(request.method, path))
+        if self._spender(request, path) is None:
+            authorize(_authorization(request.headers), self._tokens, _scope(request.method, path))
+
+    def _spender(self, request: Request, path: str) -> str | None:
+        """The session to which a path belongs, if the request has its token."""
+        token = (_authorization(request.headers) or "").partition(" ")[2].strip()
+        return self._sessions.opened(path, token) if token else None
 
     async def _running_replicas(self) -> list[controller.RunningReplica]:
         found = await controller.running_replicas(self._args.application)

@@ -1,9 +1,10 @@
-"""The entrance of a replica: a request takes a place when all of it has arrived, and its caller may have one more."""
+"""The entrance of a replica: a request takes a place when all of it has arrived, and what it takes is its session's."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -16,14 +17,19 @@ from starlette.responses import Response
 from kuberoll_workers.policy.auth import AccessDenied
 from kuberoll_workers.serving.arrivals import MAX_WAITING, Arrival, Arrivals, Calls
 from kuberoll_workers.serving.bodies import BodyRefused, read_body
+from kuberoll_workers.serving.spending import CALL_SECONDS, Spending, body_seconds
 
 if TYPE_CHECKING:
     from starlette.middleware import Middleware
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+_log = logging.getLogger("ray.serve")
+
 _POLICY_VIOLATION: Final = 1008
 _RETRY: Final = {"retry-after": "1"}
 _REFUSAL_SECONDS: Final = 1.0
+_LONGEST_SLEEP_SECONDS: Final = 1.0
+_SAID_SECONDS: Final = 5.0
 # What is left of a body that was refused is not read.
 _CLOSE: Final = {"connection": "close"}
 
@@ -35,14 +41,18 @@ class Rules:
     Attributes:
         authorize: Checks that a request may use its path; raises AccessDenied.
         session: The open session to which a call of a path belongs; None: to none.
+        spender: The session whose own token a request has; None: it has another's.
         health: The answer to health checks, which take no place.
         calls: Counts the calls of sessions.
+        spending: Counts the time that they spend.
     """
 
     authorize: Callable[[Request, str], None]
     session: Callable[[str], str | None]
+    spender: Callable[[Request, str], str | None]
     health: Callable[[], Awaitable[Response]]
     calls: Calls
+    spending: Spending = field(default_factory=Spending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,8 @@ class Entrance:
 
     A request that has not arrived takes no place: its body is read here, within limits of time, rate and size, and of
     what each caller and all of them may have (`Arrivals`). A session has no more calls under way than its share
-    (`Calls`), those whose bodies arrive among them; its others wait without being read. WebSockets are refused.
+    (`Calls`), those whose bodies arrive among them, and spends no more time than its share (`Spending`); its others
+    wait without being read. WebSockets are refused.
 
     Attributes:
         rules: None: bodies are read, and nothing else is known.
@@ -75,7 +86,7 @@ class Entrance:
             return
         request = Request(scope, receive)
         path = scope["path"].rstrip("/") or "/"
-        session = None
+        spender = None
         if self.rules is not None:
             if (request.method, path) == ("GET", "/healthz"):
                 await (await self.rules.health())(scope, receive, send)
@@ -87,16 +98,19 @@ class Entrance:
                 await _error(error.status, kind, str(error), _CLOSE)(scope, receive, send)
                 return
             session = self.rules.session(path) if request.method == "POST" else None
-        if not _has_body(request) and session is None:
+            if session is not None:
+                await self._in_turn(request, send, session, self.rules)
+                return
+            if (spender := self.rules.spender(request, path)) is not None:
+                await _spent(self.rules.spending, spender)
+        if not _has_body(request):
             await self.app(scope, receive, send)
             return
-        if session is None or self.rules is None:
-            await self._arrived(request, send, session)
-        else:
-            await self._in_turn(request, send, session, self.rules.calls)
+        await self._arrived(request, send, None, spender)
 
-    async def _in_turn(self, request: Request, send: Send, session: str, calls: Calls) -> None:
+    async def _in_turn(self, request: Request, send: Send, session: str, rules: Rules) -> None:
         """Answer a call of a session when it is its turn; until then its body is not even read."""
+        calls = rules.calls
         begun = await _begun(calls, session)
         if not begun:
             # Not at once: who asks again in the same moment takes the time of all.
@@ -105,13 +119,16 @@ class Entrance:
             await _error(429, "TooManyCalls", message, {**_CLOSE, **_RETRY})(request.scope, request.receive, send)
             return
         try:
-            await self._arrived(request, send, session)
+            await _spent(rules.spending, session)
+            await self._arrived(request, send, session, session)
         finally:
             calls.end(session)
 
-    async def _arrived(self, request: Request, send: Send, session: str | None) -> None:
+    async def _arrived(self, request: Request, send: Send, session: str | None, spender: str | None) -> None:
         loop = asyncio.get_running_loop()
         arrival: Arrival | None = None
+        # What is still to be counted.
+        spending = None if self.rules is None else self.rules.spending
         try:
             try:
                 # Entered first: where there is no room, a body is dropped as it begins.
@@ -136,9 +153,16 @@ class Entrance:
                     raise
                 await _too_many(arrival)(request.scope, request.receive, send)
                 return
+            if spending is not None and spender is not None:
+                # Before it is parsed: of several bodies that came at once, all but the first wait here.
+                if not await _spent(spending, spender, body_seconds(len(body)), request.receive):
+                    return
+                spending = None
             await self.app(request.scope, _replayed(body, request.receive), send)
         finally:
             if arrival is not None:
+                if spending is not None and spender is not None:
+                    spending.spend(spender, body_seconds(arrival.size), loop.time())
                 self.arrivals.end(arrival)
 
 
@@ -165,6 +189,48 @@ async def _begun(calls: Calls, session: str) -> bool:
             calls.end(session)
         raise
     return True
+
+
+async def _spent(
+    spending: Spending, session: str, seconds: float = CALL_SECONDS, receive: Receive | None = None
+) -> bool:
+    """Wait until a session may spend time, and count it; False: its caller has left, and nothing is counted.
+
+    Args:
+        receive: Of a request whose body has arrived, by which that is noticed; None: it is not.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    delay = spending.delay(session, loop.time())
+    while delay > 0:
+        # Its share grows when others stop.
+        if await _left(receive, min(delay, _LONGEST_SLEEP_SECONDS)):
+            return False
+        # Others of its requests may have waited for the same moment.
+        delay = spending.delay(session, loop.time())
+    spending.spend(session, seconds, loop.time())
+    if (waited := loop.time() - began) >= _SAID_SECONDS and spending.may_tell(loop.time()):
+        _log.warning(
+            "a request of session %s has waited %.3g s: beside %d other sessions, it sends more than its part of what "
+            "this replica can read (at most one such line in 10 s)",
+            session, waited, spending.others(session),
+        )  # fmt: skip
+    return True
+
+
+async def _left(receive: Receive | None, seconds: float) -> bool:
+    """Wait; True: the caller of a request has left meanwhile."""
+    if receive is None:
+        await asyncio.sleep(seconds)
+        return False
+    try:
+        async with asyncio.timeout(seconds):
+            if (await receive())["type"] == "http.disconnect":
+                return True
+            await asyncio.sleep(seconds)
+    except TimeoutError:
+        pass
+    return False
 
 
 def proxy_middlewares() -> list[Middleware]:

@@ -39,9 +39,10 @@ class SessionRoutes:
         self._api, self._address = api, address
         self._sessions = Sessions(replica)
 
-    def opens(self, path: str, token: str) -> bool:
-        """True if a token is that of the session to which a path belongs."""
-        return self._sessions.opens(_parts(path)[0], token)
+    def opened(self, path: str, token: str) -> str | None:
+        """The session to which a path belongs, open or closed; None: there is none, or the token is not its own."""
+        identity, _ = _parts(path)
+        return identity if self._sessions.opens(identity, token) else None
 
     def called(self, path: str) -> str | None:
         """The open session to which a call of a path belongs; None: there is none, or it is no call."""
