@@ -56,7 +56,7 @@ def check_ids(ids: array[int], vocabulary: int | None) -> None:
     if vocabulary is None or not ids:
         return
     # One pass over unsigned numbers, of which the negative ones are the largest.
-    if int(numpy.frombuffer(ids, dtype=numpy.uint32).max()) < vocabulary:
+    if int(numpy.maximum.reduce(numpy.frombuffer(ids, dtype=numpy.uint32))) < vocabulary:
         return
     wrong = next(token for token in ids if not 0 <= token < vocabulary)
     raise UnknownTokens(

@@ -74,6 +74,7 @@ class Trajectory:
         group_score: Its score within its prompt group; None: it has none.
         branches, continuity: As in `TrajectoryRecord`.
         distributions: Of each response, if it is an agent's; None: all are of the sample's.
+        thinks: Its newest response is thoughts that never end.
         stop_reason: Why it ended; None while it runs.
     """
 
@@ -102,6 +103,7 @@ class Trajectory:
         "sample",
         "stop_reason",
         "stop_strings",
+        "thinks",
         "total_reward",
         "turn",
     )
@@ -131,7 +133,7 @@ class Trajectory:
         self.branches: list[Branch] | None = None
         self.continuity: dict[str, int] | None = None
         self.distributions: Sequence[Distribution | None] | None = None
-        self._response_truncated = False
+        self.thinks = self._response_truncated = False
         # One entry per turn.
         self._reencoded: list[bool] = []
         # Number of messages at the end of each complete turn.
@@ -203,11 +205,6 @@ class Trajectory:
         return [{"role": message.role, "content": message.content} for message in added]
 
     @property
-    def thinks(self) -> bool:
-        """True if the newest response is thoughts that never end."""
-        return bool(self._turn_ends) and unfinished(self.chat[self.turn_messages(self.complete_turns - 1).start])
-
-    @property
     def task_name(self) -> str:
         return self.sample.prompt.task_name
 
@@ -251,6 +248,7 @@ class Trajectory:
             chat[TRUNCATED] = True
         self.messages.append(message)
         self.chat.append(chat)
+        self.thinks = unfinished(chat)
         self.context.extend(result.token_ids)
         self.generated_tokens += len(result.token_ids)
         self.generation_seconds.append(seconds)
