@@ -88,7 +88,9 @@ async def test_the_operator_starts_leads_and_ends(node: ContainerNode, operator_
         ready = await node.until("operator", is_ready, SECONDS)
         [status] = ready["status"]["containerStatuses"]
         assert status["restartCount"] == 0, node.log("operator")
-        [lease] = emulator.all("leases")
+        # It is ready when its server answers, and leads a moment later.
+        async with asyncio.timeout(SECONDS):
+            [lease] = await emulator.until(lambda: emulator.all("leases") or None)
         assert lease["spec"]["holderIdentity"]
         assert await identity(home, "operator") == (65532, 65532, "kuberoll", "/home/kuberoll")
         # It writes to what it has mounted, and nowhere else.
