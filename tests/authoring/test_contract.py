@@ -35,7 +35,14 @@ def test_the_built_ins_pass(name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", sorted(set(BUILT_INS) - SERVED))
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Its programs take a minute, and have a sandbox of their own.
+        pytest.param(name, marks=pytest.mark.long if name == "code_execution" else ())
+        for name in sorted(set(BUILT_INS) - SERVED)
+    ],
+)
 def test_the_built_ins_pass_in_a_process(name: str) -> None:
     # Programs of code_execution are watched by way of /proc.
     readable = ["/proc"] if name == "code_execution" else []

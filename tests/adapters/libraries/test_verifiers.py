@@ -332,8 +332,15 @@ async def test_a_group_is_scored_as_by_verifiers_in_another_instance() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-@pytest.mark.parametrize("made", ["shop", "shop_with_state"])
+@pytest.mark.parametrize(
+    ("made", "isolation"),
+    [
+        ("shop", "Inline"),
+        ("shop_with_state", "Process"),
+        pytest.param("shop", "Process", marks=pytest.mark.long),
+        pytest.param("shop_with_state", "Inline", marks=pytest.mark.long),
+    ],
+)
 def test_tools_are_answered_as_by_verifiers(tmp_path: Path, made: str, isolation: str) -> None:
     """Right, wrong and unknown calls, and two at once; each response is drawn anew in each turn."""
     (tmp_path / "model").mkdir()
@@ -548,7 +555,7 @@ def test_rewards_are_those_of_verifiers_own_rollouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("isolation", [pytest.param("Inline", marks=pytest.mark.long), "Process"])
 def test_episodes_of_several_turns_are_those_of_verifiers(tmp_path: Path, isolation: str) -> None:
     records = run(
         tmp_path,
