@@ -108,11 +108,11 @@ WHOLE := $(PARALLEL) --second-chance --durations 10
 check: install-dev lint ## Check style, types and imports, and run the quick tests: some 80 seconds on two cores.
 	$(BIN)/pytest $(QUICK)
 
-test: install-dev lint ## Check and test everything but what takes minutes for itself: test-cluster, test-long.
+test: install-dev lint ## Check and test everything but the long tests and those of the generation image.
 	$(BIN)/pytest $(WHOLE)
 
 # `make test` in parts, for machines side by side: each test is in one of these. Each has a machine of its own, and the
-# last builds the image of generation, which takes two cores some seven minutes, and its tests five more.
+# last builds the generation image, whose build and tests take a quarter of an hour.
 test-units: install-dev lint ## Check style, types and imports, and run all tests that start nothing large.
 	$(BIN)/pytest $(WHOLE) -m "not (browser or cluster or engine or images or processes or ray)"
 
@@ -122,7 +122,7 @@ test-ray: install-dev ## Run the tests that start Ray or vLLM.
 test-processes: install-dev ## Run the tests that start processes of KubeRoll, Prometheus or Chromium.
 	$(BIN)/pytest $(WHOLE) -m "(browser or processes) and not (cluster or engine or images or ray)"
 
-test-cluster: install-dev ## Run the tests that need an API server or containers, those of the image of generation too.
+test-cluster: install-dev ## Run the tests that need an API server or containers, those of the generation image too.
 	$(BIN)/pytest $(WHOLE) --engine-image -m "cluster or images"
 
 test-long: install-dev ## The tests that take a minute or more, too: half an hour and more.

@@ -76,7 +76,7 @@ async def _serve(said: Any, bounded: bool) -> None:
         return Response()
 
     def spender(request: Request, path: str) -> str | None:
-        return sessions.opened(path, request.headers.get("authorization", "").removeprefix("Bearer "))
+        return sessions.session_of(path, request.headers.get("authorization", "").removeprefix("Bearer "))
 
     rules = Rules(
         authorize=lambda request, path: None,
@@ -97,16 +97,14 @@ async def _nowhere() -> None:
     return None
 
 
-async def opened(http: aiohttp.ClientSession) -> tuple[str, str]:
+async def open_session(http: aiohttp.ClientSession) -> tuple[str, str]:
     """The path and the token of a new session."""
     async with http.post("/sessions", json={}) as found:
         session = await found.json()
     return f"/sessions/{session['id']}", session["token"]
 
 
-async def measured(
-    port: int, seconds: float, hostile: Callable[[], AbstractContextManager[Any]]
-) -> tuple[float, float]:
+async def measure(port: int, seconds: float, hostile: Callable[[], AbstractContextManager[Any]]) -> tuple[float, float]:
     """Calls a second of the good agents, without the hostile session and then beside it."""
     calls = 0
     async with client(port) as http:
@@ -114,7 +112,7 @@ async def measured(
         async def play() -> None:
             nonlocal calls
             while True:
-                path, token = await opened(http)
+                path, token = await open_session(http)
                 messages: list[Any] = [{"role": "user", "content": "0 1 2 3 4 5 6 7 " * 20}]
                 for _ in range(TURNS):
                     body = {"model": "tiny", "messages": messages}
@@ -218,7 +216,7 @@ def attack_for_ever(said: Any, port: int, name: str, width: int, core: int | Non
 
     async def all_of_it() -> None:
         async with client(port) as http:
-            path, token = await opened(http)
+            path, token = await open_session(http)
             said.send(True)
             await asyncio.gather(*(one(http, path, token) for _ in range(width)))
 
@@ -243,7 +241,7 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[psutil.Pro
 
 
 @contextmanager
-def attacking(*arguments: Any) -> Iterator[Any]:
+def attack_process(*arguments: Any) -> Iterator[Any]:
     """An attack in a process of its own; yields the pipe that tells when it begins."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     with process(attack_for_ever, sender, *arguments):
@@ -256,7 +254,7 @@ def byte_seconds(port: int, replica: psutil.Process, name: str) -> float:
 
     async def once() -> float:
         async with client(port) as http:
-            path, token = await opened(http)
+            path, token = await open_session(http)
             await attack(http, path, token)
             before = sum(replica.cpu_times()[:2])
             for _ in range(3):
@@ -286,8 +284,8 @@ def main() -> None:
         for name in arguments.names:
             ratios, rates = [], []
             for _ in range(arguments.rounds):
-                hostile = partial(attacking, port, name, arguments.width, client_core)
-                alone, beside = asyncio.run(measured(port, arguments.seconds, hostile))
+                hostile = partial(attack_process, port, name, arguments.width, client_core)
+                alone, beside = asyncio.run(measure(port, arguments.seconds, hostile))
                 ratios.append(beside / alone)
                 rates.append(alone)
             text = f"{name:10} {statistics.median(ratios):5.2f} of {statistics.median(rates):6.1f} calls/s"

@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--engine-image",
         action="store_true",
-        help="Run the tests that build the image of generation, of some gigabytes, too.",
+        help="Run the tests that build the generation image, of some gigabytes, too.",
     )
     parser.addoption(
         "--quick",
@@ -171,8 +171,8 @@ def worker_image(containerd: Containerd) -> str:
 
 @pytest.fixture(scope="session")
 def generation_image(request: pytest.FixtureRequest) -> str:
-    """The image of generation on CPUs, built and given to containerd; its name. Skips without `--engine-image`."""
+    """The generation image on CPUs, built and given to containerd; its name. Skips without `--engine-image`."""
     if not request.config.getoption("--engine-image"):
-        pytest.skip("builds the image of generation: --engine-image, make test-cluster")
+        pytest.skip("builds the generation image: --engine-image, make test-cluster")
     containerd: Containerd = request.getfixturevalue("containerd")
     return _image(containerd, "generation")

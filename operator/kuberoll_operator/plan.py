@@ -92,7 +92,7 @@ def plan(facts: Facts) -> Plan:
 def render_context(facts: Facts) -> RenderContext:
     """The context that children are rendered from."""
     raw, settings = facts.raw, facts.settings
-    job = _of_commit(facts.job, facts.check.commit)
+    job = _with_commit(facts.job, facts.check.commit)
     return RenderContext(
         job=job,
         namespace=raw["metadata"]["namespace"],
@@ -117,7 +117,7 @@ def render_context(facts: Facts) -> RenderContext:
     )
 
 
-def _of_commit(job: RolloutJob, commit: str | None) -> RolloutJob:
+def _with_commit(job: RolloutJob, commit: str | None) -> RolloutJob:
     """A job whose replicas load one commit of the model, whenever they start."""
     if commit is None:
         return job

@@ -120,6 +120,9 @@ def test_replicas_load_the_commit_that_the_check_found() -> None:
     assert revisions(decide(facts, {"conditions": [UNCHECKED], **stale})) == {commit}
     recorded = {"conditions": [CHECKED], "generation": {"modelCommit": commit}}
     assert revisions(decide(observed(), recorded)) == {commit}
+    ray = decide(observed(), recorded, generation={"backend": "KubeRay"})
+    [service] = [item for item in ray.apply if item["kind"] == "RayService"]
+    assert f'"revision":"{commit}"' in service["spec"]["serveConfigV2"].replace(" ", "")
     # Before it has ended, what an earlier one found is nothing: the spec may be another one.
     assert revisions(decide(observed(check_job(active=1)), {"conditions": [UNCHECKED], **stale})) == {None}
     # Workers of an older release say none, and nobody's word is taken for one.

@@ -37,10 +37,10 @@ class DyingEngine(VLLMEngine):
         await super()._probe()
 
 
-BY = pytest.mark.parametrize("number", [signal.SIGILL, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+each_signal = pytest.mark.parametrize("number", [signal.SIGILL, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 
 
-@BY
+@each_signal
 async def test_an_engine_that_dies_in_its_first_request_says_of_what(number: signal.Signals) -> None:
     engine = DyingEngine(number)
     try:
@@ -80,7 +80,7 @@ async def last_event(host: StartingHost, title: str, number: signal.Signals) -> 
     return event
 
 
-@BY
+@each_signal
 async def test_a_host_whose_engine_is_killed_as_it_starts_says_of_what(number: signal.Signals) -> None:
     with starting(model=TINY, tokenizer=TINY, engine="VLLM", engine_args=ARGUMENTS) as host:
         event = await last_event(host, "EngineCore", number)

@@ -220,7 +220,7 @@ class GenerationServer:
     def _spender(self, request: Request, path: str) -> str | None:
         """The session to which a path belongs, if the request has its token."""
         token = (_authorization(request.headers) or "").partition(" ")[2].strip()
-        return self._sessions.opened(path, token) if token else None
+        return self._sessions.session_of(path, token) if token else None
 
     async def _running_replicas(self) -> list[controller.RunningReplica]:
         found = await controller.running_replicas(self._args.application)

@@ -29,7 +29,7 @@ _POLICY_VIOLATION: Final = 1008
 _RETRY: Final = {"retry-after": "1"}
 _REFUSAL_SECONDS: Final = 1.0
 _LONGEST_SLEEP_SECONDS: Final = 1.0
-_SAID_SECONDS: Final = 5.0
+_LONG_WAIT_SECONDS: Final = 5.0
 # What is left of a body that was refused is not read.
 _CLOSE: Final = {"connection": "close"}
 
@@ -102,7 +102,7 @@ class Entrance:
                 await self._in_turn(request, send, session, self.rules)
                 return
             if (spender := self.rules.spender(request, path)) is not None:
-                await _spent(self.rules.spending, spender)
+                await _pay(self.rules.spending, spender)
         if not _has_body(request):
             await self.app(scope, receive, send)
             return
@@ -119,7 +119,7 @@ class Entrance:
             await _error(429, "TooManyCalls", message, {**_CLOSE, **_RETRY})(request.scope, request.receive, send)
             return
         try:
-            await _spent(rules.spending, session)
+            await _pay(rules.spending, session)
             await self._arrived(request, send, session, session)
         finally:
             calls.end(session)
@@ -155,7 +155,7 @@ class Entrance:
                 return
             if spending is not None and spender is not None:
                 # Before it is parsed: of several bodies that came at once, all but the first wait here.
-                if not await _spent(spending, spender, body_seconds(len(body)), request.receive):
+                if not await _pay(spending, spender, body_seconds(len(body)), request.receive):
                     return
                 spending = None
             await self.app(request.scope, _replayed(body, request.receive), send)
@@ -191,9 +191,7 @@ async def _begun(calls: Calls, session: str) -> bool:
     return True
 
 
-async def _spent(
-    spending: Spending, session: str, seconds: float = CALL_SECONDS, receive: Receive | None = None
-) -> bool:
+async def _pay(spending: Spending, session: str, seconds: float = CALL_SECONDS, receive: Receive | None = None) -> bool:
     """Wait until a session may spend time, and count it; False: its caller has left, and nothing is counted.
 
     Args:
@@ -204,12 +202,12 @@ async def _spent(
     delay = spending.delay(session, loop.time())
     while delay > 0:
         # Its share grows when others stop.
-        if await _left(receive, min(delay, _LONGEST_SLEEP_SECONDS)):
+        if await _leaves_within(receive, min(delay, _LONGEST_SLEEP_SECONDS)):
             return False
         # Others of its requests may have waited for the same moment.
         delay = spending.delay(session, loop.time())
     spending.spend(session, seconds, loop.time())
-    if (waited := loop.time() - began) >= _SAID_SECONDS and spending.may_tell(loop.time()):
+    if (waited := loop.time() - began) >= _LONG_WAIT_SECONDS and spending.report(loop.time()):
         _log.warning(
             "a request of session %s has waited %.3g s: beside %d other sessions, it sends more than its part of what "
             "this replica can read (at most one such line in 10 s)",
@@ -218,8 +216,8 @@ async def _spent(
     return True
 
 
-async def _left(receive: Receive | None, seconds: float) -> bool:
-    """Wait; True: the caller of a request has left meanwhile."""
+async def _leaves_within(receive: Receive | None, seconds: float) -> bool:
+    """Wait so long; True: the caller of a request has left before."""
     if receive is None:
         await asyncio.sleep(seconds)
         return False

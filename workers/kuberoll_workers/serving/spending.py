@@ -11,9 +11,10 @@ CALL_SECONDS: Final = 1e-3
 """Time of a replica's interpreter that a request takes, whatever is in it."""
 
 BYTE_SECONDS: Final = 150e-9
-"""Time that each byte of a body takes: to be read, parsed and checked (benchmarks/hostile_session.py)."""
+"""Time that a byte of a body takes at most, to be read, parsed and checked: that of a list of token ids, measured by
+benchmarks/hostile_session.py. A byte of text takes a twentieth of it, before it is tokenized."""
 
-TELL_SECONDS: Final = 10.0
+REPORT_SECONDS: Final = 10.0
 """Least time between two lines in the log about sessions that wait."""
 
 LEAST_SHARE: Final = 0.05
@@ -34,7 +35,7 @@ class Spending:
     def __init__(self) -> None:
         # Seconds that each has, and when that was; who spent last is at the end.
         self._sessions: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        self._told = -TELL_SECONDS
+        self._reported = -REPORT_SECONDS
 
     def share(self) -> float:
         """Part of the replica's time that each session may spend now."""
@@ -53,25 +54,25 @@ class Spending:
         self._forget(now)
         if not self.others(session):
             return 0.0
-        return max(0.0, -self._left(session, now)) / self.share()
+        return max(0.0, -self._balance(session, now)) / self.share()
 
     def spend(self, session: str, seconds: float, now: float) -> None:
         """Count time that a session spends."""
         self._forget(now)
-        left = SAVED_SECONDS if not self.others(session) else self._left(session, now)
-        self._sessions[session] = (left - seconds, now)
+        balance = SAVED_SECONDS if not self.others(session) else self._balance(session, now)
+        self._sessions[session] = (balance - seconds, now)
         self._sessions.move_to_end(session)
 
-    def may_tell(self, now: float) -> bool:
-        """True if the log may say again that a session waits; it counts as said."""
-        if now - self._told < TELL_SECONDS:
+    def report(self, now: float) -> bool:
+        """Record that the log says that a session waits; False: it has said so a moment ago, and says nothing now."""
+        if now - self._reported < REPORT_SECONDS:
             return False
-        self._told = now
+        self._reported = now
         return True
 
-    def _left(self, session: str, now: float) -> float:
-        left, then = self._sessions.get(session, (SAVED_SECONDS, now))
-        return min(SAVED_SECONDS, left + (now - then) * self.share())
+    def _balance(self, session: str, now: float) -> float:
+        balance, then = self._sessions.get(session, (SAVED_SECONDS, now))
+        return min(SAVED_SECONDS, balance + (now - then) * self.share())
 
     def _forget(self, now: float) -> None:
         """Forget those that have not spent for a while and have saved what they may."""
@@ -79,7 +80,7 @@ class Spending:
         for name, (_, then) in self._sessions.items():
             if now - then < ACTIVE_SECONDS:
                 break
-            if self._left(name, now) >= SAVED_SECONDS:
+            if self._balance(name, now) >= SAVED_SECONDS:
                 gone.append(name)
         for name in gone:
             del self._sessions[name]

@@ -39,7 +39,7 @@ class SessionRoutes:
         self._api, self._address = api, address
         self._sessions = Sessions(replica)
 
-    def opened(self, path: str, token: str) -> str | None:
+    def session_of(self, path: str, token: str) -> str | None:
         """The session to which a path belongs, open or closed; None: there is none, or the token is not its own."""
         identity, _ = _parts(path)
         return identity if self._sessions.opens(identity, token) else None
