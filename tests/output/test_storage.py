@@ -218,7 +218,7 @@ async def test_records_that_come_soon_after_one_another_are_one_part() -> None:
     assert len(store.uploads) == 1
 
 
-async def test_waits_between_uploads_double_to_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waits_between_uploads_double_to_half_a_minute() -> None:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -226,8 +226,7 @@ async def test_waits_between_uploads_double_to_half_a_minute(monkeypatch: pytest
 
     store, observed = Listed(failing=9), Observed()
     limits = PartLimits(max_bytes=1, attempts=10, backoff_seconds=1.0)
-    journal = PartJournal(store, "run/shard", owner="a", seconds=observed, limits=limits)
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+    journal = PartJournal(store, "run/shard", owner="a", seconds=observed, limits=limits, sleep=sleep)
     await journal.append(record(0))
     await journal.close()
     longest = [1, 2, 4, 8, 16, 30, 30, 30, 30]

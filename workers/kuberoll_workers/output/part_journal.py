@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,13 @@ class PartJournal(BatchJournal):
         seconds: WriteObserver,
         limits: PartLimits,
         written: Callable[[str, bytes], None] | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """
         Args:
             owner: What names of new parts start with; unique among writers.
             written: Called with the name within the folder, and the content, of each part that is in the store now.
+            sleep: Waits for so many seconds, between attempts of an upload.
         """
         super().__init__(folder, seconds=seconds)
         self._fs = filesystem
@@ -55,6 +57,7 @@ class PartJournal(BatchJournal):
         self._owner = owner
         self._limits = limits
         self._told = written
+        self._sleep = sleep
         self._numbers = self._free_numbers()
         self._enough = asyncio.Event()
 
@@ -102,7 +105,7 @@ class PartJournal(BatchJournal):
                 # The same name again: a failed upload may have arrived nevertheless.
                 if attempt == self._limits.attempts:
                     raise
-                await asyncio.sleep(wait * random.uniform(0.5, 1.0))
+                await self._sleep(wait * random.uniform(0.5, 1.0))
                 wait = min(30.0, 2 * wait)
             else:
                 self._seconds.observe(time.perf_counter() - started)
