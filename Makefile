@@ -98,10 +98,10 @@ chart: install-dev ## Lint the Helm chart and package it into dist/.
 wheel: install-dev ## Build the wheel and the source distribution into dist/.
 	$(BIN)/python -m build --outdir dist
 
-# As many processes as there are cores; tests that start the same heavy parts stay in one of them (tests/conftest.py).
-PARALLEL := --numprocesses logical --dist loadgroup --no-loadscope-reorder
-# Quick tests wait for a fifth of their time: one process more than there are cores.
-QUICK := --numprocesses $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadgroup --no-loadscope-reorder --quick
+# One process more than there are cores, as tests wait for a third of their time; those that start the same heavy parts
+# stay in one of them (tests/conftest.py).
+PARALLEL := --numprocesses $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadgroup --no-loadscope-reorder
+QUICK := $(PARALLEL) --quick
 # Where tests start real processes, engines and containers: tests/second_chance.py.
 WHOLE := $(PARALLEL) --second-chance --durations 10
 

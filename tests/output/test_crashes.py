@@ -68,7 +68,7 @@ def killed(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("format", ["JSONL", "Parquet"])
+@pytest.mark.parametrize("format", ["JSONL", pytest.param("Parquet", marks=pytest.mark.long)])
 def test_killed_again_and_again(processes: ForkServerContext, tmp_path: Path, format: str) -> None:
     job = crashing.job(
         TASKS, rollout={"concurrency": 16}, dataset={"source": {"generator": {"count": TASKS}}, "repeats": 4}

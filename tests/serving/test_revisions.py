@@ -52,24 +52,21 @@ async def test_a_replica_that_starts_after_a_push_is_known(tmp_path: Path, monke
     request = GenerationRequest(
         request_id="r", session_id="s", token_ids=token_array([2, 5]), sampling=SamplingParameters(max_tokens=2)
     )
+    engine = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 1 << 27}
     with serving_hub(tmp_path / "model") as hub:
         for name, value in variables(hub, tmp_path / "home").items():
             monkeypatch.setenv(name, value)
-        for commit in (FIRST, SECOND):
-            hub.commit = commit
-            engine = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 1 << 27}
-            with starting(
-                engine="VLLM", model="me/tiny", tokenizer="me/tiny", revision="main", engine_args=engine
-            ) as host:
-                events = until_ready(host)
-                # Another push, while it serves.
-                hub.commit = "c" * 40
-                assert events[-1]["info"]["commit"] == commit
-                url = events[-1]["url"]
-                async with ServeClient(url, limit=1, commit=FIRST) as client:
-                    if commit == FIRST:
-                        assert len((await client.generate(request)).token_ids)
-                    else:
-                        for call in (client.generate(request), client.check_health(), client.info()):
-                            with pytest.raises(OtherModel, match=f"commit {SECOND} .* began with {FIRST}"):
-                                await call
+        hub.commit = SECOND
+        with starting(engine="VLLM", model="me/tiny", tokenizer="me/tiny", revision="main", engine_args=engine) as host:
+            events = until_ready(host)
+            # Another push, while it serves.
+            hub.commit = "c" * 40
+            assert events[-1]["info"]["commit"] == SECOND
+            url = events[-1]["url"]
+            async with ServeClient(url, limit=1, commit=SECOND) as client:
+                assert len((await client.generate(request)).token_ids)
+            # A run that began before the push.
+            async with ServeClient(url, limit=1, commit=FIRST) as client:
+                for call in (client.generate(request), client.check_health(), client.info()):
+                    with pytest.raises(OtherModel, match=f"commit {SECOND} .* began with {FIRST}"):
+                        await call

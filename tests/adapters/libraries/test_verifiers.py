@@ -24,7 +24,7 @@ from kuberoll_workers.data.tool_calls import message_fields, parse_tool_calls
 from kuberoll_workers.environments import Episode, EpisodeEnd, UnusableEnvironment
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import GroupMember
-from tests.adapters.libraries.support import ISOLATIONS, assert_needs_its_extra, run
+from tests.adapters.libraries.support import assert_needs_its_extra, run
 from tests.environments.support import log_of
 from tests.policy.openai_serving import tokenizer_with_ends
 
@@ -430,7 +430,7 @@ async def test_a_tool_whose_sandbox_is_down_is_a_failure() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("isolation", [pytest.param("Inline", marks=pytest.mark.long), "Process"])
 def test_groups_are_scored_as_by_verifiers(tmp_path: Path, isolation: str) -> None:
     records = run(
         tmp_path,
