@@ -11,6 +11,8 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import orjson
 
+from kuberoll_workers.network.connections import tcp_connector
+
 CONNECT_SECONDS: Final = 20.0
 """Default time that a server which refuses connections is waited for: less than the default of stepTimeoutSeconds."""
 
@@ -115,6 +117,7 @@ async def _ask(method: str, url: str, cookies: Mapping[str, str], **request: Any
     try:
         async with (
             aiohttp.ClientSession(
+                connector=tcp_connector(limit=1),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             ) as session,

@@ -26,6 +26,7 @@ from kuberoll_workers.environments.interface import (
     Recovery,
     UnusableRow,
 )
+from kuberoll_workers.network.connections import tcp_connector
 
 _EPISODE = "episode"
 _TAG = "action"
@@ -100,7 +101,9 @@ class _Connection:
             ServerError: The server has refused it.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-        session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout)
+        session = aiohttp.ClientSession(
+            connector=tcp_connector(limit=1), cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout
+        )
         try:
             return cls(url, session, await session.ws_connect(url, max_msg_size=_MAX_MESSAGE))
         except (aiohttp.ClientError, OSError) as error:

@@ -14,6 +14,7 @@ import msgspec
 
 from kuberoll_workers.data.plain import printable
 from kuberoll_workers.environments.served_models import ServedModel
+from kuberoll_workers.network.connections import tcp_connector
 
 if TYPE_CHECKING:
     import aiohttp
@@ -69,7 +70,7 @@ class ModelClient:
         token = self._address.token
         self._session = await self._stack.enter_async_context(
             aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._limits.parallel),
+                connector=tcp_connector(limit=self._limits.parallel),
                 timeout=aiohttp.ClientTimeout(total=self._limits.seconds, sock_connect=CONNECT_SECONDS),
                 headers={} if token is None else {"authorization": f"Bearer {token}"},
                 cookie_jar=aiohttp.DummyCookieJar(),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import aiohttp
 import msgspec
 
+from kuberoll_workers.network.connections import tcp_connector
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.agent_sessions import AgentSession, ClosedSession, SessionSettings
 from kuberoll_workers.policy.interface import (
@@ -96,7 +97,7 @@ class ServeClient:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._limit, keepalive_timeout=60.0),
+            connector=tcp_connector(limit=self._limit, keepalive_timeout=60.0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             headers=self._headers,
             auto_decompress=False,

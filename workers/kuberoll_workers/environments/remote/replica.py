@@ -14,6 +14,7 @@ from kuberoll_workers.environments import wire
 from kuberoll_workers.environments.remote import protocol
 from kuberoll_workers.environments.remote.addresses import Address
 from kuberoll_workers.environments.remote.balance import Rest
+from kuberoll_workers.network.connections import tcp_connector
 
 _CONNECT_SECONDS: Final = 10.0
 # Less than servers usually keep idle connections open: none is to be closed under a request.
@@ -59,7 +60,7 @@ class Replica:
         if address.socket is not None:
             connector = aiohttp.UnixConnector(address.socket, limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
         else:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+            connector = tcp_connector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers=headers,

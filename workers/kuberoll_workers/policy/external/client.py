@@ -15,6 +15,7 @@ import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.network.connections import tcp_connector
 from kuberoll_workers.policy.agent_sessions import AgentSession, SessionSettings
 from kuberoll_workers.policy.client import (
     SESSION_HEADER,
@@ -136,7 +137,7 @@ class ExternalClient:
     async def __aenter__(self) -> Self:
         self._session = await self._stack.enter_async_context(
             aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._limit, keepalive_timeout=60.0),
+                connector=tcp_connector(limit=self._limit, keepalive_timeout=60.0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
                 headers={} if self._key is None else {"authorization": f"Bearer {self._key}"},
                 cookie_jar=aiohttp.DummyCookieJar(),
