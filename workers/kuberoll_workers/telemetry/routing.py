@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 from kuberoll_workers.telemetry import definitions as metrics
 from kuberoll_workers.telemetry.tallies import counter, gauge
 
-RequestOutcome = Literal["answered", "overloaded", "unreachable", "failed", "refused", "aborted"]
-"""Outcome of a request. `failed`: broken connections and malformed responses; `aborted`: cancelled by the caller."""
+RequestOutcome = Literal["answered", "overloaded", "unreachable", "failed", "lost", "refused", "aborted"]
+"""Outcome of a request. `failed`: broken connections and malformed responses; `lost`: the replica gave no sign of life,
+and the request was sent to another one; `aborted`: cancelled by the caller."""
 
 MOVE_CAUSES = ("gone", "broken", "failed", "overload")
 """Reasons for moving a trajectory to another replica."""

@@ -27,6 +27,7 @@ from kuberoll_workers.policy.routing.replica import Address, ReplicaClient
 from kuberoll_workers.policy.routing.scheduler import WINDOW, Replica, RequestScheduler, Ticket
 from kuberoll_workers.policy.routing.session_places import SessionPlaces
 from kuberoll_workers.policy.routing.sessions import Session
+from kuberoll_workers.policy.routing.silence import SilenceWatch
 from kuberoll_workers.telemetry import RoutingMetrics, RoutingState
 
 Connect = Callable[[str], AbstractAsyncContextManager[ReplicaClient]]
@@ -35,11 +36,12 @@ Connect = Callable[[str], AbstractAsyncContextManager[ReplicaClient]]
 _Answer = TypeVar("_Answer")
 
 REFRESH_SECONDS: Final = 2.0
-SILENT_SECONDS: Final = 10.0
-"""Seconds without any answer to requests in flight after which the replicas' health is checked."""
 TRIES: Final = 3
 
 _SEARCH_SECONDS = 0.25
+_LOOK_SECONDS = 1.0
+# With the silence before it, and the time between two looks, less than the 15 s that a lost replica may cost.
+_CHECK_SECONDS = 6.0
 _CALM_SECONDS = 0.1
 _OPENING_SECONDS = 0.5
 _TIMER_SLACK_SECONDS = 0.001
@@ -47,6 +49,10 @@ _CLOSING_SECONDS = 60.0
 _CLOSING_PAUSES = (0.2, 1.0)
 
 _log = logging.getLogger(__name__)
+
+
+class ReplicaLost(PolicyUnavailable):
+    """The replica gives no sign of life, and another one is there."""
 
 
 class RoutedPolicy:
@@ -90,7 +96,8 @@ class RoutedPolicy:
         self._connections: dict[str, AsyncExitStack] = {}
         self._joining: set[str] = set()
         self._checks: dict[str, asyncio.Task[str | None]] = {}
-        self._in_flight: defaultdict[str, set[Ticket]] = defaultdict(set)
+        # By replica: the requests in flight, each with the scope that ends when the replica is lost.
+        self._in_flight: defaultdict[str, dict[Ticket, asyncio.Timeout]] = defaultdict(dict)
         # By replica: trajectories in flight at its death that had been in flight at another one's death, too.
         self._repeated: defaultdict[str, set[Session]] = defaultdict(set)
         self._deaths = DeathLog()
@@ -102,16 +109,14 @@ class RoutedPolicy:
         self._troubles: dict[str, str] = {}
         self._outages = OutageWatch()
         self._session_places = SessionPlaces()
-        # Time since which requests in flight have got no answer, and replicas that did not answer checks since then.
-        self._silent_since = 0.0
-        self._hanging: set[str] = set()
+        self._silence = SilenceWatch()
         self._loop: asyncio.AbstractEventLoop
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._silent_since = self._loop.time()
         self._metrics.read_state = self.state
         self._start(self._refresh_replicas())
+        self._start(self._watch_silence())
         return self
 
     async def __aexit__(
@@ -229,12 +234,13 @@ class RoutedPolicy:
                 replica = ticket.replica
                 assert replica is not None
                 client = self._clients[replica.id]
-                self._in_flight[replica.id].add(ticket)
+                flights = self._in_flight[replica.id]
                 try:
-                    result, tokens = await send(client, broken)
+                    result, tokens = await self._sent(ticket, replica, send(client, broken))
                 except Overloaded as error:
                     metrics.record_request("overloaded")
-                    if self._in_flight[replica.id] == {ticket}:
+                    self._silence.hear(replica.id, time())
+                    if len(flights) == 1:
                         # Else it is busy with the others.
                         self._outages.record_trouble(replica.id, str(error), time())
                     pause = admission.record_overload(ticket, time(), retry_after=error.retry_after)
@@ -248,20 +254,23 @@ class RoutedPolicy:
                     continue
                 except (PolicyRefused, SessionsFull):
                     metrics.record_request("refused")
+                    self._silence.hear(replica.id, time())
                     admission.record_failure(ticket, time(), blame=False)
                     raise
                 except PolicyUnavailable as error:
-                    metrics.record_request("failed")
+                    lost = isinstance(error, ReplicaLost)
+                    metrics.record_request("lost" if lost else "failed")
                     admission.record_failure(ticket, time())
                     self._watch(replica, error)
-                    if (problem := await self._health_problem(replica, client)) is None:
+                    problem = str(error) if lost else await self._health_problem(replica)
+                    if problem is None:
                         failures += 1
                         if failures >= TRIES:
                             raise
                     else:
                         self._record_death(ticket, replica, error, problem, quarantined=quarantined)
                         if not quarantined and _is_suspect(ticket):
-                            self._in_flight[replica.id].discard(ticket)
+                            flights.pop(ticket, None)
                             await self._quarantine.acquire()
                             quarantined = True
                     broken += 1
@@ -271,9 +280,11 @@ class RoutedPolicy:
                     admission.record_failure(ticket, time(), blame=False)
                     raise
                 finally:
-                    self._in_flight[replica.id].discard(ticket)
+                    flights.pop(ticket, None)
+                    if not flights:
+                        self._silence.end(replica.id)
                 self._outages.record_answer(replica.id)
-                self._silent_since = time()
+                self._silence.hear(replica.id, time())
                 self._repeated.pop(replica.id, None)
                 admission.record_answer(ticket, tokens, time(), load=client.load)
                 return result
@@ -283,6 +294,24 @@ class RoutedPolicy:
         finally:
             if quarantined:
                 self._quarantine.release()
+
+    async def _sent(
+        self, ticket: Ticket, replica: Replica, answer: Awaitable[tuple[_Answer, int]]
+    ) -> tuple[_Answer, int]:
+        """Await an answer of a replica for as long as the replica is not lost.
+
+        Raises:
+            ReplicaLost: It is.
+        """
+        self._silence.begin(replica.id, self._loop.time())
+        scope = self._in_flight[replica.id][ticket] = asyncio.timeout(None)
+        try:
+            async with scope:
+                return await answer
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise ReplicaLost(self._silence.lost.get(replica.id, "it gives no sign of life")) from error
 
     async def _wait_for_grant(self, ticket: Ticket) -> None:
         granted: asyncio.Future[None] = self._loop.create_future()
@@ -315,13 +344,11 @@ class RoutedPolicy:
                 f"the only such request, and is not sent again: {error}"
             ) from error
 
-    async def _health_problem(self, replica: Replica, client: ReplicaClient) -> str | None:
+    async def _health_problem(self, replica: Replica) -> str | None:
         """Why a replica that failed a request is not healthy; checked once for all requests that failed together."""
         check = self._checks.get(replica.id)
         if check is None:
-            flying = self._flying(replica)
-            self._repeated[replica.id] |= {session for session in flying if session.deaths}
-            check = self._checks[replica.id] = self._start(self._checked(replica, client, flying))
+            check = self._checks[replica.id] = self._start(self._checked(replica, self._flying(replica)))
             check.add_done_callback(lambda _: self._checks.pop(replica.id, None))
         # The first caller may be cancelled while others still wait for the result.
         return await asyncio.shield(check)
@@ -329,11 +356,24 @@ class RoutedPolicy:
     def _flying(self, replica: Replica) -> set[Session]:
         return {ticket.session for ticket in self._in_flight[replica.id] if ticket.session is not None}
 
-    async def _checked(self, replica: Replica, client: ReplicaClient, flying: set[Session]) -> str | None:
-        problem = await _problem_of(client)
+    async def _checked(self, replica: Replica, flying: set[Session]) -> str | None:
+        problem = await self._problem_at(self._urls.get(replica.id))
         if problem is not None:
+            self._repeated[replica.id] |= {session for session in flying if session.deaths}
             self._deaths.record(replica.id, flying, self._loop.time())
         return problem
+
+    async def _problem_at(self, url: str | None) -> str | None:
+        """Why the replica at a URL is not healthy; None: it is."""
+        if url is None:
+            return "it has left"
+        try:
+            # Over another connection: requests in flight may use all that the client may have, and theirs may be dead.
+            async with answering_within(url, _CHECK_SECONDS), self._connect(url) as client:
+                await client.check_health()
+        except (PolicyUnavailable, PolicyRefused) as error:
+            return str(error)
+        return None
 
     def _watch(self, replica: Replica, error: PolicyUnavailable | None = None, problem: str | None = None) -> None:
         """Start to probe a replica whose breaker is open.
@@ -356,12 +396,13 @@ class RoutedPolicy:
         try:
             while self._admission.replicas.get(replica.id) is replica and not breaker.closed:
                 await asyncio.sleep(max(0.0, breaker.retry_at - time()) + _TIMER_SLACK_SECONDS)
-                if (client := self._clients.get(replica.id)) is None:
+                if (url := self._urls.get(replica.id)) is None:
                     # It has left the list meanwhile, and nothing of ours was there.
                     return
                 if breaker.begin_probe(time()):
-                    if (problem := await _problem_of(client)) is None:
+                    if (problem := await self._problem_at(url)) is None:
                         self._outages.record_recovery(replica.id)
+                        self._silence.hear(replica.id, time())
                     else:
                         self._outages.record_trouble(replica.id, problem, time())
                     breaker.record_probe(problem is None, time())
@@ -381,7 +422,6 @@ class RoutedPolicy:
                 await self._discover()
                 await self._close_unused()
                 await asyncio.sleep(_CALM_SECONDS)
-            self._watch_silence()
             searching = admission.waiting and not any(replica.usable for replica in admission.replicas.values())
             try:
                 async with asyncio.timeout(_SEARCH_SECONDS if searching else REFRESH_SECONDS):
@@ -390,38 +430,40 @@ class RoutedPolicy:
                 pass
             self._wake.clear()
 
-    def _watch_silence(self) -> None:
-        """Look into it if requests in flight get no answer: the replicas may hang, or only take their time."""
-        now = self._loop.time()
-        if not self._admission.in_flight:
-            self._silent_since = now
-        elif now - self._silent_since >= SILENT_SECONDS and "silence" not in self._joining:
-            self._joining.add("silence")
-            self._start(self._look_into_silence())
+    async def _watch_silence(self) -> None:
+        """Check replicas that have requests in flight and give no sign of life, and leave those that are lost."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for name in self._silence.due(self._loop.time()):
+                if (work := f"silence {name}") not in self._joining:
+                    self._joining.add(work)
+                    self._start(self._look_into(name, work))
+            self._leave_lost()
 
-    async def _look_into_silence(self) -> None:
-        began = self._silent_since
+    async def _look_into(self, name: str, work: str) -> None:
+        since, replica = self._silence.silent_since(name), self._admission.replicas.get(name)
         try:
-            busy = [name for name, replica in self._admission.replicas.items() if replica.window.in_flight]
-            await asyncio.gather(*(self._look_into(name, began) for name in busy if name in self._urls))
-        finally:
-            self._joining.discard("silence")
-
-    async def _look_into(self, name: str, silent_since: float) -> None:
-        url = self._urls[name]
-        try:
-            # Over another connection: requests in flight may use all that the client may have.
-            async with answering_within(url, SILENT_SECONDS), self._connect(url) as client:
-                await client.check_health()
-        except (PolicyUnavailable, PolicyRefused) as error:
-            if self._silent_since == silent_since:
-                self._hanging.add(name)
-                self._outages.record_trouble(name, str(error), silent_since)
-        else:
-            if name in self._hanging:
-                # It works again; an answer may take time.
-                self._hanging.discard(name)
+            if since is None or replica is None:
+                return
+            flying = self._flying(replica)
+            problem = await self._checked(replica, flying)
+            if problem is None:
+                self._silence.hear(name, self._loop.time())
                 self._outages.record_recovery(name)
+            elif self._silence.lose(name, since, problem):
+                self._outages.record_trouble(name, problem, since)
+                self._admission.mark_down(replica, self._loop.time())
+                self._watch(replica, PolicyUnavailable(problem), problem)
+                self._leave_lost()
+        finally:
+            self._joining.discard(work)
+
+    def _leave_lost(self) -> None:
+        """End what waits for lost replicas, if there is another to send it to: else one of them may yet answer."""
+        if (lost := self._silence.lost) and any(replica.usable for replica in self._admission.replicas.values()):
+            for scope in (scope for name in lost for scope in self._in_flight[name].values()):
+                if scope.when() is None:
+                    scope.reschedule(self._loop.time())
 
     async def _discover(self) -> None:
         try:
@@ -468,7 +510,7 @@ class RoutedPolicy:
                 return
             except PolicyUnavailable as error:
                 self._log_trouble(address.id, str(error))
-                if await _problem_of(client) is not None:
+                if await self._problem_at(address.url) is not None:
                     return
                 budget, window = 0, WINDOW
             # A replica that left and came back may still have old connections.
@@ -554,15 +596,6 @@ class _Opening:
     def _open_if_all(self) -> None:
         if self._ready >= self._coming:
             self._open.set()
-
-
-async def _problem_of(client: ReplicaClient) -> str | None:
-    """Why a replica is not healthy; None: it is."""
-    try:
-        await client.check_health()
-    except (PolicyUnavailable, PolicyRefused) as error:
-        return str(error)
-    return None
 
 
 def _is_suspect(ticket: Ticket) -> bool:

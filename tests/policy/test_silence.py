@@ -1,0 +1,224 @@
+"""Replicas that give no sign of life: what waits for one that is lost goes elsewhere, and slow ones are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kuberoll_workers.policy.interface import GenerationRequest
+from kuberoll_workers.policy.routing import router, silence
+from kuberoll_workers.policy.routing.silence import SILENT_SECONDS, SilenceWatch
+from tests.policy import test_routing_faults as faults
+from tests.policy.test_routing_faults import Changing, Replica, answer, replicas, routed, static
+from tests.rollouts.fakes import until
+
+NAMES = ("a", "b")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "end", "hear", "check", "lose"]),
+            st.sampled_from(NAMES),
+            st.floats(min_value=0.0, max_value=2 * SILENT_SECONDS),
+        ),
+        max_size=60,
+    )
+)
+def test_only_replicas_that_were_silent_for_long_with_requests_in_flight_are_asked_or_lost(
+    events: list[tuple[str, str, float]],
+) -> None:
+    watch, now = SilenceWatch(), 0.0
+    signs: dict[str, float] = {}
+    checks: dict[str, float] = {}
+    for event, name, passed in events:
+        now += passed
+        if event == "begin":
+            watch.begin(name, now)
+            signs.setdefault(name, now)
+        elif event == "end":
+            watch.end(name)
+            signs.pop(name, None)
+        elif event == "hear":
+            watch.hear(name, now)
+            signs.update({name: now} if name in signs else {})
+        elif event == "check" and name in watch.due(now):
+            since = watch.silent_since(name)
+            assert since is not None
+            checks[name] = since
+        elif event == "lose" and name in checks:
+            # What happened since the check began decides whether its result still counts.
+            silent = signs.get(name) == checks[name]
+            assert watch.lose(name, checks.pop(name), "no answer") is silent
+        lost = watch.lost
+        assert lost.keys() <= signs.keys()
+        assert set(watch.due(now)) == {
+            name for name, at in signs.items() if now - at >= SILENT_SECONDS and name not in lost
+        }
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence that is noticed soon."""
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(router, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(router, "_CHECK_SECONDS", 0.5)
+
+
+class Stopping(Replica):
+    """A replica that can stop answering anything, its health included."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.working = asyncio.Event()
+        self.working.set()
+        self.checks = 0
+        self.behave = self._wait
+
+    async def _wait(self, _: web.Request, __: GenerationRequest) -> None:
+        await self.working.wait()
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        self.checks += 1
+        await self.working.wait()
+        return await super()._healthz(request)
+
+
+@asynccontextmanager
+async def stopping(count: int) -> AsyncIterator[list[Stopping]]:
+    made = [Stopping(number) for number in range(count)]
+    try:
+        for replica in made:
+            await replica.start()
+        yield made
+    finally:
+        for replica in made:
+            await replica.stop()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_what_waits_for_a_lost_replica_is_sent_to_another() -> None:
+    async with stopping(2) as made, routed(static(made)) as policy:
+        await until(lambda: policy.state().replicas.get("closed") == 2)
+        made[0].working.clear()
+        answers = await asyncio.gather(*(answer(policy, f"{number}-0-0") for number in range(8)))
+        assert set(answers) == {1}
+        assert made[0].requests
+        # Under another id, for an engine that only seems lost may still work on the first one.
+        sent = [asked.request_id for replica in made for asked in replica.requests]
+        assert len(sent) == len(set(sent)) == 8 + len(made[0].requests)
+        assert policy._metrics._outcomes["lost"] == len(made[0].requests)
+        assert policy.state().replicas.get("closed") == 1
+        # It gets requests again when it works again.
+        made[0].working.set()
+        await until(lambda: policy.state().replicas.get("closed") == 2)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_slow_replica_that_is_well_is_left_alone() -> None:
+    async with replicas(2) as made, routed(static(made)) as policy:
+        await until(lambda: policy.state().replicas.get("closed") == 2)
+        release, checks = asyncio.Event(), 0
+
+        async def hold(_: web.Request, __: GenerationRequest) -> None:
+            await release.wait()
+
+        for replica in made:
+            replica.behave = hold
+        problem_at = policy._problem_at
+
+        async def counted(url: str | None) -> str | None:
+            nonlocal checks
+            checks += 1
+            return await problem_at(url)
+
+        policy._problem_at = counted  # type: ignore[method-assign]
+        asking = asyncio.create_task(answer(policy, "0-0-0"))
+        await until(lambda: checks >= 3)
+        assert sum(len(replica.requests) for replica in made) == 1
+        release.set()
+        await asking
+        assert sum(len(replica.requests) for replica in made) == 1
+
+
+@pytest.mark.usefixtures("quick")
+async def test_the_only_replica_may_yet_answer_and_the_outage_has_a_reason() -> None:
+    async with stopping(1) as made, routed(static(made)) as policy:
+        await until(lambda: policy.state().replicas.get("closed") == 1)
+        made[0].working.clear()
+        asking = asyncio.create_task(answer(policy, "0-0-0"))
+        await until(lambda: policy.outage() is not None)
+        outage = policy.outage()
+        assert outage is not None
+        assert "no answer within" in outage.reason
+        made[0].working.set()
+        assert await asking == 0
+        assert len(made[0].requests) == 1
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_replacement_of_a_lost_replica_gets_what_that_one_had() -> None:
+    async with stopping(1) as made, replicas(2) as others:
+        discovery = Changing(made[0])
+        async with routed(discovery) as policy:
+            await until(lambda: policy.state().replicas.get("closed") == 1)
+            made[0].working.clear()
+            asking = asyncio.create_task(answer(policy, "0-0-0"))
+            await until(lambda: policy.outage() is not None)
+            assert not asking.done()
+            # The lost one has left the list, as a pod does whose node is gone.
+            discovery.listed = [others[1]]
+            assert await asking == 1
+            await until(lambda: policy.state().replicas == {"closed": 1})
+
+
+@contextmanager
+def process_of_a_replica() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A replica in a process of its own, which never answers a request: its pid, and its URL."""
+    script = (
+        "import asyncio\n"
+        f"from {faults.__name__} import Replica\n"
+        "async def main():\n"
+        "    replica = Replica(7)\n"
+        "    async def hold(*_): await asyncio.Event().wait()\n"
+        "    replica.behave = hold\n"
+        "    await replica.start()\n"
+        "    print(replica.url, flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+async def test_a_process_that_is_stopped_has_its_connections_and_is_lost() -> None:
+    """Its system still takes connections, and acknowledges what is sent: nothing but the silence shows it."""
+    with process_of_a_replica() as (process, url):
+        async with replicas(1) as made:
+            other = Replica(7)
+            other.url = url
+            async with routed(Changing(other, made[0])) as policy:
+                await until(lambda: policy.state().replicas.get("closed") == 2)
+                asking = [asyncio.create_task(answer(policy, f"{number}-0-0")) for number in range(8)]
+                await until(lambda: sum(not task.done() for task in asking) < 8)
+                os.kill(process.pid, signal.SIGSTOP)
+                assert set(await asyncio.gather(*asking)) == {0}
+                assert policy._metrics._outcomes["lost"] > 0
