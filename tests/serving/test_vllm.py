@@ -36,6 +36,7 @@ from kuberoll_workers.policy.interface import (
 )
 from kuberoll_workers.serving.engines import spare_interpreter
 from kuberoll_workers.serving.engines.interface import WeightsRefused
+from kuberoll_workers.serving.engines.pulse import EngineStalled
 from kuberoll_workers.serving.engines.self_check import TEXTS
 from kuberoll_workers.serving.engines.spot_check import SpotChecks, response_of
 from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
@@ -547,14 +548,50 @@ async def test_weights_that_do_not_fit_change_nothing(engine: VLLMEngine, traine
     await engine.check_health()
 
 
-async def test_a_dead_engine_says_so(engine: VLLMEngine) -> None:
-    # The last test: nothing works after it.
-    await engine.check_health()
+def signal_core(number: int) -> None:
+    """Send a signal to the process of the engine's core."""
+    found = 0
     for child in psutil.Process(os.getpid()).children():
         # Others that this process has started may have ended meanwhile.
         with contextlib.suppress(psutil.Error):
             if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
-                child.send_signal(signal.SIGKILL)
+                child.send_signal(number)
+                found += 1
+    assert found == 1
+
+
+@pytest.mark.parametrize("requests", [0, 4], ids=["idle", "busy"])
+async def test_an_engine_whose_process_is_stopped_says_so_and_goes_on(
+    engine: VLLMEngine, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._pulse, "_stall_seconds", 0.5)
+    sampling = {"max_tokens": 400, "min_tokens": 400, "temperature": 2.0}
+    asking = [
+        asyncio.create_task(engine.generate(request([5, 6, 7], name=str(n), seed=n, **sampling)))
+        for n in range(requests)
+    ]
+    async with asyncio.timeout(240):
+        while engine.info().tokens_in_flight < requests:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+    signal_core(signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineStalled, match="the engine has made no step for"):
+            await _check_until_it_fails(engine)
+    finally:
+        signal_core(signal.SIGCONT)
+    assert [len(result.token_ids) for result in await asyncio.gather(*asking)] == [400] * requests
+    async with asyncio.timeout(240):
+        while True:
+            with contextlib.suppress(EngineStalled):
+                await engine.check_health()
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_a_dead_engine_says_so(engine: VLLMEngine) -> None:
+    # The last test: nothing works after it.
+    await engine.check_health()
+    signal_core(signal.SIGKILL)
     with pytest.raises(PolicyUnavailable):
         await _check_until_it_fails(engine)
     with pytest.raises(PolicyUnavailable):

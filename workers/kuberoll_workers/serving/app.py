@@ -32,6 +32,7 @@ from kuberoll_workers.serving import controller
 from kuberoll_workers.serving.arrivals import Calls
 from kuberoll_workers.serving.bodies import BodyRefused, read_body
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
+from kuberoll_workers.serving.engines.pulse import EngineStalled
 from kuberoll_workers.serving.engines.registry import ENGINES
 from kuberoll_workers.serving.entrance import Entrance, Rules
 from kuberoll_workers.serving.executor import BoundedExecutor
@@ -56,6 +57,8 @@ _log = logging.getLogger("ray.serve")
 # Serve replaces a replica after the third failure in a row.
 _HEALTH_PERIOD_SECONDS = 2.0
 _HEALTH_TIMEOUT_SECONDS = 120.0
+# Requests go elsewhere long before; a new engine needs minutes, and has none of this one's work.
+_REPLACE_SECONDS = 120.0
 # Interval at which a stopping replica checks for requests in flight.
 _DRAIN_LOOK_SECONDS = 0.5
 _ASK_REPLICAS_SECONDS = 10.0
@@ -144,7 +147,11 @@ class GenerationServer:
         # Serve calls this only after the replica is initialized.
         self._begun = True
         self._follower.follow_soon()
-        await self._engine.check_health()
+        try:
+            await self._engine.check_health()
+        except EngineStalled as error:
+            if error.seconds >= _REPLACE_SECONDS:
+                raise
 
     async def follow_weights(self) -> None:
         """Read which weights were published last, for other replicas."""

@@ -45,6 +45,7 @@ from kuberoll_workers.serving.engines.fetching import fetch, is_remote
 from kuberoll_workers.serving.engines.gloo_backend import BACKEND as GLOO
 from kuberoll_workers.serving.engines.imports import without_collection
 from kuberoll_workers.serving.engines.interface import OWN_VERSION, WeightsRefused
+from kuberoll_workers.serving.engines.pulse import Pulse
 from kuberoll_workers.serving.engines.receiving import NotReceived, VLLMTransfers, WeightsReceiver
 from kuberoll_workers.serving.engines.revisions import pinned_revisions
 from kuberoll_workers.serving.engines.self_check import Report, SelfCheckFailed, different_arguments, failure_message
@@ -120,6 +121,9 @@ _FORMS_ARGUMENT = "structured_outputs_config"
 # any, for all later ones too. What becomes of a request would depend on which one was first.
 _FORMS = {"backend": "xgrammar"}
 
+# Longer than a step takes, also one that compiles something.
+_STALL_SECONDS = 8.0
+_STALL_SECONDS_ON_CPUS = 30.0
 _PROBE_SECONDS = 60.0
 _IDLE_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
@@ -269,6 +273,10 @@ class VLLMEngine:
         self._unproven: asyncio.Event | None = None
         self._broken: str | None = None
         self._processes: list[BaseProcess] = []
+        self._pulse = Pulse(
+            lambda: self._started().is_paused(),
+            stall_seconds=_STALL_SECONDS_ON_CPUS if is_cpu_build() else _STALL_SECONDS,
+        )
 
     async def start(self) -> None:
         cpu = is_cpu_build()
@@ -553,10 +561,15 @@ class VLLMEngine:
             await engine.check_health()
         except Exception as error:
             raise PolicyUnavailable(self._death() or f"the engine is dead: {type(error).__name__}: {error}") from error
+        if self._loading:
+            # It answers nothing while it reads weights.
+            self._pulse.stop()
+            return
+        self._pulse.check()
         # A busy engine proves its health by its results, and a probe would queue behind its requests.
         idle = asyncio.get_running_loop().time() - self._last_result
         busy = engine.output_processor.has_unfinished_requests()
-        if not busy and idle > _IDLE_SECONDS and not self._loading:
+        if not busy and idle > _IDLE_SECONDS:
             await self._probe()
 
     async def _probe(self) -> None:
@@ -687,6 +700,7 @@ class VLLMEngine:
     async def shutdown(self) -> None:
         for task in self._spot_tasks:
             task.cancel()
+        self._pulse.stop()
         if self._engine is not None:
             engine, self._engine = self._engine, None
             with contextlib.suppress(Exception):
