@@ -48,15 +48,18 @@ class Replica:
 
     async def start(self, port: int = 0) -> None:
         app = web.Application()
-        app.router.add_post("/v1/generate", self._generate)
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/info", self._info)
-        app.router.add_get("/replicas", self._replicas)
+        self.add_routes(app.router)
         app.on_response_prepare.append(self._name_commit)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", port).start()
         self.url = "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/v1/generate", self._generate)
+        router.add_get("/healthz", self._healthz)
+        router.add_get("/info", self._info)
+        router.add_get("/replicas", self._replicas)
 
     async def stop(self) -> None:
         if self._runner is not None:

@@ -15,8 +15,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_workers.policy.agent_sessions import AgentSession, SessionSettings
 from kuberoll_workers.policy.interface import GenerationRequest
 from kuberoll_workers.policy.routing import router, silence
+from kuberoll_workers.policy.routing.router import ReplicaLost, RoutedPolicy
 from kuberoll_workers.policy.routing.silence import SILENT_SECONDS, SilenceWatch
 from tests.policy import test_routing_faults as faults
 from tests.policy.test_routing_faults import Changing, Replica, answer, replicas, routed, static
@@ -59,7 +61,7 @@ def test_only_replicas_that_were_silent_for_long_with_requests_in_flight_are_ask
         elif event == "lose" and name in checks:
             # What happened since the check began decides whether its result still counts.
             silent = signs.get(name) == checks[name]
-            assert watch.lose(name, checks.pop(name), "no answer") is silent
+            assert watch.lose(name, checks.pop(name), "no answer", now) is silent
         lost = watch.lost
         assert lost.keys() <= signs.keys()
         assert set(watch.due(now)) == {
@@ -73,6 +75,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silence, "SILENT_SECONDS", 0.05)
     monkeypatch.setattr(router, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(router, "_CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(router, "_SESSION_PATIENCE_SECONDS", 0.1)
 
 
 class Stopping(Replica):
@@ -82,16 +85,30 @@ class Stopping(Replica):
         super().__init__(number)
         self.working = asyncio.Event()
         self.working.set()
-        self.checks = 0
+        self.opened = 0
         self.behave = self._wait
 
     async def _wait(self, _: web.Request, __: GenerationRequest) -> None:
         await self.working.wait()
 
     async def _healthz(self, request: web.Request) -> web.Response:
-        self.checks += 1
         await self.working.wait()
         return await super()._healthz(request)
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        super().add_routes(router)
+        router.add_post("/sessions", self._open)
+        router.add_delete("/sessions/{id}", self._close)
+
+    async def _open(self, _: web.Request) -> web.Response:
+        self.opened += 1
+        name = f"{self.number}-{self.opened}"
+        urls = dict.fromkeys(("url", "openai_base_url", "anthropic_base_url"), f"{self.url}/sessions/{name}")
+        return web.json_response({"id": name, "token": "t", "model": "m", **urls}, status=201)
+
+    async def _close(self, _: web.Request) -> web.Response:
+        await self.working.wait()
+        return web.json_response({"opened_at": 0.0, "calls": 0, "trajectories": []})
 
 
 @asynccontextmanager
@@ -180,6 +197,72 @@ async def test_a_replacement_of_a_lost_replica_gets_what_that_one_had() -> None:
             discovery.listed = [others[1]]
             assert await asking == 1
             await until(lambda: policy.state().replicas == {"closed": 1})
+
+
+async def never(policy: RoutedPolicy, session: AgentSession) -> None:
+    """An agent that waits for its policy."""
+    async with policy.attend_session(session):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_agent_whose_replica_is_lost_is_stopped_and_others_go_on() -> None:
+    async with stopping(2) as made, routed(static(made)) as policy:
+        await until(lambda: policy.state().replicas.get("closed") == 2)
+        sessions = [await policy.open_session(f"{number}-0-0", SessionSettings()) for number in range(4)]
+        assert {session.id[0] for session in sessions} == {"0", "1"}
+        made[0].working.clear()
+        playing = {session.id: asyncio.create_task(never(policy, session)) for session in sessions}
+        lost = [task for name, task in playing.items() if name.startswith("0")]
+        for task in lost:
+            with pytest.raises(ReplicaLost, match="no answer within"):
+                await task
+        assert [task.done() for name, task in playing.items() if name.startswith("1")] == [False] * (4 - len(lost))
+        for session in sessions:
+            if session.id.startswith("1"):
+                playing[session.id].cancel()
+                await policy.close_session(session)
+        # Nothing is expected of either any more.
+        assert policy._silence.lost == {}
+        assert policy._silence.due(1e9) == []
+        assert policy._session_places.outage(1e9) is None
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_agent_goes_on_while_there_is_no_other_replica_and_with_one_that_leaves_the_list() -> None:
+    async with stopping(1) as made, replicas(2) as others:
+        discovery = Changing(made[0])
+        async with routed(discovery) as policy:
+            session = await policy.open_session("0-0-0", SessionSettings())
+            playing = asyncio.create_task(never(policy, session))
+            # Its replica is to end, and lets its agents finish.
+            discovery.listed = [others[1]]
+            policy._wake.set()
+            await until(lambda: "replica-1" in policy._admission.replicas)
+            checks = 0
+            problem_at = policy._problem_at
+
+            async def counted(url: str | None) -> str | None:
+                nonlocal checks
+                checks += url == made[0].url
+                return await problem_at(url)
+
+            policy._problem_at = counted  # type: ignore[method-assign]
+            await until(lambda: checks >= 3)
+            assert not playing.done()
+            made[0].working.clear()
+            with pytest.raises(ReplicaLost):
+                await playing
+
+
+@pytest.mark.usefixtures("quick")
+async def test_errors_inside_of_a_session_are_those_of_the_agent() -> None:
+    async with stopping(1) as made, routed(static(made)) as policy:
+        session = await policy.open_session("0-0-0", SessionSettings())
+        with pytest.raises(TimeoutError, match="its own"):
+            async with policy.attend_session(session):
+                raise TimeoutError("its own")
+        await policy.close_session(session)
 
 
 @contextmanager

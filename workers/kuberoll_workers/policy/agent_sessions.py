@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, Final, Protocol, runtime_checkable
 
 import msgspec
@@ -126,6 +127,14 @@ class AgentPolicy(Protocol):
         Raises:
             PolicyUnavailable: It failed several times although the replicas are healthy.
             PolicyRefused: The policy has no sessions.
+        """
+        ...
+
+    def attend_session(self, session: AgentSession) -> AbstractAsyncContextManager[None]:
+        """Cancel what is inside the context when the session's replica is lost; the session is closed then.
+
+        Raises:
+            PolicyUnavailable: It is lost, and what was sampled in the session with it.
         """
         ...
 

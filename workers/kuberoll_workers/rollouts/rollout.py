@@ -380,9 +380,11 @@ class Rollout:
             flight.metrics.stepping += 1
             began = time.monotonic()
             try:
-                outcome = await environment.step(
-                    [chat_message(message) for message in sample.prompt.messages], agent_request(sample, session)
-                )
+                messages = [chat_message(message) for message in sample.prompt.messages]
+                async with policy.attend_session(session):
+                    outcome = await environment.step(messages, agent_request(sample, session))
+            except PolicyUnavailable as lost:
+                return lost
             except EpisodeLost as lost:
                 # The agent may go on where nobody reaches it: never in the session of the next one.
                 self._close_later(policy, session)

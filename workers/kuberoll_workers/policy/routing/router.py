@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -23,6 +23,7 @@ from kuberoll_workers.policy.interface import (
 from kuberoll_workers.policy.outage import Outage, OutageWatch
 from kuberoll_workers.policy.routing.deaths import SUSPICIOUS_DEATHS, DeathLog
 from kuberoll_workers.policy.routing.discovery import Discovery
+from kuberoll_workers.policy.routing.open_sessions import OpenSessions
 from kuberoll_workers.policy.routing.replica import Address, ReplicaClient
 from kuberoll_workers.policy.routing.scheduler import WINDOW, Replica, RequestScheduler, Ticket
 from kuberoll_workers.policy.routing.session_places import SessionPlaces
@@ -42,6 +43,8 @@ _SEARCH_SECONDS = 0.25
 _LOOK_SECONDS = 1.0
 # With the silence before it, and the time between two looks, less than the 15 s that a lost replica may cost.
 _CHECK_SECONDS = 6.0
+# Time for which a replica that has an agent's session may be lost: what the agent has done so far is lost with it.
+_SESSION_PATIENCE_SECONDS = 10.0
 _CALM_SECONDS = 0.1
 _OPENING_SECONDS = 0.5
 _TIMER_SLACK_SECONDS = 0.001
@@ -110,6 +113,7 @@ class RoutedPolicy:
         self._outages = OutageWatch()
         self._session_places = SessionPlaces()
         self._silence = SilenceWatch()
+        self._open_sessions = OpenSessions()
         self._loop: asyncio.AbstractEventLoop
 
     async def __aenter__(self) -> Self:
@@ -181,11 +185,12 @@ class RoutedPolicy:
             return await client.open_session(settings), 0
 
         places, tries = self._session_places, 0
+        ticket = Ticket(session_id, 0)
         opened = False
         try:
             while not opened:
                 try:
-                    session = await self._routed(Ticket(session_id, 0), send)
+                    session = await self._routed(ticket, send)
                     opened = True
                 except SessionsFull as error:
                     pause = places.record_refusal(error, self._loop.time(), tries=tries)
@@ -195,11 +200,29 @@ class RoutedPolicy:
             if tries:
                 places.record_end(opened=opened)
         places.record_opening()
+        if ticket.replica is not None and (url := self._urls.get(ticket.replica.id)) is not None:
+            self._open_sessions.add(session.id, ticket.replica.id, url)
+            self._silence.begin(ticket.replica.id, self._loop.time())
         return session
+
+    @asynccontextmanager
+    async def attend_session(self, session: AgentSession) -> AsyncIterator[None]:
+        """See `AgentPolicy`."""
+        scope = asyncio.timeout(None)
+        replica = self._open_sessions.attend(session.id, scope)
+        try:
+            async with scope:
+                yield
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            lost = self._lost(replica)
+            self._forget_session(session)
+            raise lost from error
 
     async def close_session(self, session: AgentSession) -> ClosedSession:
         """See `AgentPolicy`."""
-        self._session_places.record_closing()
+        self._forget_session(session)
         # Another connection than the replica's: it may have left the list meanwhile.
         async with ServeClient(session.url, limit=1, token=session.token) as client:
             for seconds in _CLOSING_PAUSES:
@@ -210,6 +233,11 @@ class RoutedPolicy:
                     _log.debug("session %s could not be closed: %s", session.id, error)
                     await asyncio.sleep(seconds)
             return await self._close_once(client, session)
+
+    def _forget_session(self, session: AgentSession) -> None:
+        self._session_places.record_closing()
+        if (replica := self._open_sessions.remove(session.id)) is not None and not self._in_flight.get(replica):
+            self._silence.end(replica)
 
     async def _close_once(self, client: ServeClient, session: AgentSession) -> ClosedSession:
         async with answering_within(session.url, _CLOSING_SECONDS):
@@ -281,7 +309,7 @@ class RoutedPolicy:
                     raise
                 finally:
                     flights.pop(ticket, None)
-                    if not flights:
+                    if not flights and replica.id not in self._open_sessions:
                         self._silence.end(replica.id)
                 self._outages.record_answer(replica.id)
                 self._silence.hear(replica.id, time())
@@ -311,7 +339,11 @@ class RoutedPolicy:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise ReplicaLost(self._silence.lost.get(replica.id, "it gives no sign of life")) from error
+            raise self._lost(replica.id) from error
+
+    def _lost(self, replica: str | None) -> ReplicaLost:
+        loss = None if replica is None else self._silence.lost.get(replica)
+        return ReplicaLost("it gives no sign of life" if loss is None else loss.problem)
 
     async def _wait_for_grant(self, ticket: Ticket) -> None:
         granted: asyncio.Future[None] = self._loop.create_future()
@@ -348,19 +380,20 @@ class RoutedPolicy:
         """Why a replica that failed a request is not healthy; checked once for all requests that failed together."""
         check = self._checks.get(replica.id)
         if check is None:
-            check = self._checks[replica.id] = self._start(self._checked(replica, self._flying(replica)))
+            check = self._checks[replica.id] = self._start(self._checked(replica.id, self._flying(replica.id)))
             check.add_done_callback(lambda _: self._checks.pop(replica.id, None))
         # The first caller may be cancelled while others still wait for the result.
         return await asyncio.shield(check)
 
-    def _flying(self, replica: Replica) -> set[Session]:
-        return {ticket.session for ticket in self._in_flight[replica.id] if ticket.session is not None}
+    def _flying(self, name: str) -> set[Session]:
+        return {ticket.session for ticket in self._in_flight.get(name, ()) if ticket.session is not None}
 
-    async def _checked(self, replica: Replica, flying: set[Session]) -> str | None:
-        problem = await self._problem_at(self._urls.get(replica.id))
+    async def _checked(self, name: str, flying: set[Session]) -> str | None:
+        problem = await self._problem_at(self._urls.get(name) or self._open_sessions.url(name))
         if problem is not None:
-            self._repeated[replica.id] |= {session for session in flying if session.deaths}
-            self._deaths.record(replica.id, flying, self._loop.time())
+            if name in self._admission.replicas:
+                self._repeated[name] |= {session for session in flying if session.deaths}
+            self._deaths.record(name, flying, self._loop.time())
         return problem
 
     async def _problem_at(self, url: str | None) -> str | None:
@@ -415,10 +448,10 @@ class RoutedPolicy:
         self._admission.dispatch(replica, self._loop.time())
 
     async def _refresh_replicas(self) -> None:
-        """Refresh the list of replicas for as long as there are requests."""
+        """Refresh the list of replicas for as long as there are requests, or agents that make them by themselves."""
         admission = self._admission
         while True:
-            if admission.waiting or admission.in_flight or not admission.replicas:
+            if admission.waiting or admission.in_flight or self._open_sessions or not admission.replicas:
                 await self._discover()
                 await self._close_unused()
                 await asyncio.sleep(_CALM_SECONDS)
@@ -434,36 +467,43 @@ class RoutedPolicy:
         """Check replicas that have requests in flight and give no sign of life, and leave those that are lost."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            for name in self._silence.due(self._loop.time()):
+            # Nobody else asks those that have left the list, and have agents' sessions still.
+            left = [name for name in self._silence.lost if name not in self._admission.replicas]
+            for name in (*self._silence.due(self._loop.time()), *left):
                 if (work := f"silence {name}") not in self._joining:
                     self._joining.add(work)
                     self._start(self._look_into(name, work))
             self._leave_lost()
 
     async def _look_into(self, name: str, work: str) -> None:
-        since, replica = self._silence.silent_since(name), self._admission.replicas.get(name)
+        since = self._silence.silent_since(name)
         try:
-            if since is None or replica is None:
-                return
-            flying = self._flying(replica)
-            problem = await self._checked(replica, flying)
+            problem = await self._checked(name, self._flying(name))
+            now = self._loop.time()
             if problem is None:
-                self._silence.hear(name, self._loop.time())
+                self._silence.hear(name, now)
                 self._outages.record_recovery(name)
-            elif self._silence.lose(name, since, problem):
-                self._outages.record_trouble(name, problem, since)
-                self._admission.mark_down(replica, self._loop.time())
-                self._watch(replica, PolicyUnavailable(problem), problem)
+            elif since is not None and self._silence.lose(name, since, problem, now):
+                if (replica := self._admission.replicas.get(name)) is not None:
+                    self._outages.record_trouble(name, problem, since)
+                    self._admission.mark_down(replica, now)
+                    self._watch(replica, PolicyUnavailable(problem), problem)
                 self._leave_lost()
         finally:
             self._joining.discard(work)
 
     def _leave_lost(self) -> None:
         """End what waits for lost replicas, if there is another to send it to: else one of them may yet answer."""
-        if (lost := self._silence.lost) and any(replica.usable for replica in self._admission.replicas.values()):
-            for scope in (scope for name in lost for scope in self._in_flight[name].values()):
+        if not (lost := self._silence.lost) or not any(one.usable for one in self._admission.replicas.values()):
+            return
+        now = self._loop.time()
+        for name, loss in lost.items():
+            scopes = list(self._in_flight.get(name, {}).values())
+            if now - loss.at >= _SESSION_PATIENCE_SECONDS:
+                scopes += self._open_sessions.scopes(name)
+            for scope in scopes:
                 if scope.when() is None:
-                    scope.reschedule(self._loop.time())
+                    scope.reschedule(now)
 
     async def _discover(self) -> None:
         try:
@@ -477,7 +517,7 @@ class RoutedPolicy:
         listed = {address.id for address in addresses}
         for replica in self._admission.replicas.values():
             if replica.listed and replica.id not in listed:
-                self._deaths.record_departure(replica.id, self._flying(replica), self._loop.time())
+                self._deaths.record_departure(replica.id, self._flying(replica.id), self._loop.time())
         self._admission.set_listed(listed, self._loop.time())
         self._troubles = {name: text for name, text in self._troubles.items() if not name or name in listed}
         new = [

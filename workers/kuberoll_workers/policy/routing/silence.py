@@ -1,4 +1,4 @@
-"""Replicas that give no sign of life while requests are in flight there. Pure: the time is an argument.
+"""Replicas that give no sign of life while they have requests or sessions. Pure: the time is an argument.
 
 Silence alone says nothing: a response may take minutes. So a replica that has been silent for a while is asked for its
 health, over a connection of its own, and counts as lost only when it does not say that it is well.
@@ -6,30 +6,37 @@ health, over a connection of its own, and counts as lost only when it does not s
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 SILENT_SECONDS: Final = 5.0
 """Time without a sign of life after which a replica is asked for its health."""
 
 
+class Loss(NamedTuple):
+    """A replica's loss: what is wrong with it, and the time at which that was found."""
+
+    problem: str
+    at: float
+
+
 class SilenceWatch:
-    """Since when each replica with requests in flight has been silent, and which of them are lost."""
+    """Since when each replica with requests in flight or open sessions has been silent, and which of them are lost."""
 
     def __init__(self) -> None:
         self._silent_since: dict[str, float] = {}
-        self._lost: dict[str, str] = {}
+        self._lost: dict[str, Loss] = {}
 
     @property
-    def lost(self) -> dict[str, str]:
-        """What is wrong with each replica that is lost, by its id."""
+    def lost(self) -> dict[str, Loss]:
+        """The replicas that are lost, by their ids."""
         return dict(self._lost)
 
     def begin(self, name: str, now: float) -> None:
-        """Record that a request is sent to a replica."""
+        """Record that a request is sent to a replica, or a session opened there."""
         self._silent_since.setdefault(name, now)
 
     def end(self, name: str) -> None:
-        """Record that a replica has no more requests in flight: nothing is expected of it."""
+        """Record that a replica has no more of either: nothing is expected of it."""
         self._silent_since.pop(name, None)
         self._lost.pop(name, None)
 
@@ -51,9 +58,9 @@ class SilenceWatch:
         """Time of the last sign of life of a replica, or of its first request after it had none; None: it has none."""
         return self._silent_since.get(name)
 
-    def lose(self, name: str, since: float, problem: str) -> bool:
+    def lose(self, name: str, since: float, problem: str, now: float) -> bool:
         """Record that a replica is not well, if it has been silent since `since`; True if it is lost now."""
         if self._silent_since.get(name) != since:
             return False
-        self._lost[name] = problem
+        self._lost.setdefault(name, Loss(problem, now))
         return True
