@@ -283,7 +283,7 @@ def test_replicas_that_leave_before_their_probe_raise_no_error(caplog: pytest.Lo
 
 def test_failed_trajectories_are_counted_with_their_cause() -> None:
     # So many die that the router takes a long trajectory for the cause.
-    found = report(synthetic(), replicas=3, deaths_per_hour=400.0, cold_start_seconds=5.0)
+    found = report(synthetic(), replicas=3, deaths_per_hour=600.0, cold_start_seconds=5.0)
     assert found["failures"] == {"generation: data": sum(found["failures"].values())}
     assert "in flight when the engine died" in found["first_failure"]
 

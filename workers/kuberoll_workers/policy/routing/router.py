@@ -391,8 +391,7 @@ class RoutedPolicy:
     async def _checked(self, name: str, flying: set[Session]) -> str | None:
         problem = await self._problem_at(self._urls.get(name) or self._open_sessions.url(name))
         if problem is not None:
-            if name in self._admission.replicas:
-                self._repeated[name] |= {session for session in flying if session.deaths}
+            self._repeated[name] |= {session for session in flying if session.deaths}
             self._deaths.record(name, flying, self._loop.time())
         return problem
 
