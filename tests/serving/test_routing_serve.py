@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ def replicas_of(host: StartingHost) -> list[psutil.Process]:
     return [process for process in processes_of(host.run_id) if "ServeReplica" in " ".join(process.cmdline())]
 
 
-async def test_a_replica_killed_in_mid_run_loses_nothing(tmp_path: Path) -> None:
+async def test_a_replica_that_is_stopped_or_killed_in_mid_run_loses_nothing(tmp_path: Path) -> None:
     simulated = {"responses": WAYS, "firstTokenSeconds": 0.03}
     with starting(model=str(TINY), tokenizer=str(TINY), simulated=simulated, replicas=2, tokens=TOKENS) as host:
         url = until_ready(host)[-1]["url"]
@@ -80,17 +82,21 @@ async def test_a_replica_killed_in_mid_run_loses_nothing(tmp_path: Path) -> None
             outcomes = sent(metrics)
             assert set(outcomes) == {"answered"}
 
-            progress, metrics = Progress(), RolloutMetrics("test")
-            running = asyncio.create_task(run(url, tmp_path / "disturbed", progress, metrics))
-            await until(lambda: progress.trajectories > TRAJECTORIES // 4 or running.done())
-            victim, _ = replicas_of(host)
-            victim.kill()
-            found = await running
-        assert found == expected
-        # What was lost with the replica was asked of the other one, and counts once.
-        disturbed = sent(metrics)
-        assert disturbed["answered"] == outcomes["answered"]
-        assert disturbed.get("failed", 0) + disturbed.get("unreachable", 0) > 0
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                progress, metrics = Progress(), RolloutMetrics("test")
+                running = asyncio.create_task(run(url, tmp_path / number.name, progress, metrics))
+                await until(lambda: progress.trajectories > TRAJECTORIES // 4 or running.done())  # noqa: B023
+                victim, _ = replicas_of(host)
+                victim.send_signal(number)
+                found = await running
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    victim.send_signal(signal.SIGCONT)
+                assert found == expected
+                # What was lost with the replica was asked of the other one, and counts once.
+                disturbed = sent(metrics)
+                assert disturbed["answered"] == outcomes["answered"]
+                lost = {"lost"} if number == signal.SIGSTOP else {"failed", "unreachable"}
+                assert sum(disturbed.get(outcome, 0) for outcome in lost) > 0
 
 
 def sent(metrics: RolloutMetrics) -> dict[str, float]:
