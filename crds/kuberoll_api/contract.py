@@ -313,7 +313,7 @@ class PodProgress:
         policy_version: Version of the newest response; None if there was none.
         failure: Cause of the pod's first failed trajectory, with the line of the environment's code and the dataset's
             row; empty if none has failed.
-        waiting: Why the policy does not answer at present; empty if it does.
+        waiting: What the shard waits for: its policy, and why that does not answer, or its lock; empty: nothing.
         held: Why it begins no prompt groups although it could: it waits for the run's trainer; empty if it does not.
         starved: That the run's trainer waits for prompt groups; empty if it does not.
     """

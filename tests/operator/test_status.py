@@ -639,7 +639,7 @@ ROWS = [
             deployment(2),
             workers_job(active=1),
             pods=[pod("workers", shard=2)],
-            progress={2: PodProgress(shard=2, waiting="http://p:8000: connection refused")},
+            progress={2: PodProgress(shard=2, waiting="its policy: http://p:8000: connection refused")},
         ),
         "Running",
         ["WorkersReady=True/Running"],

@@ -259,7 +259,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     failures = [(shard, item.failure) for shard, item in sorted(observed.progress.items()) if item.failure]
     failing = "; trajectories of shard {} failed: {}".format(*failures[0]) if failures else ""
     outages = [(shard, item.waiting) for shard, item in sorted(observed.progress.items()) if item.waiting]
-    waiting = "; shard {} waits for its policy: {}".format(*outages[0]) if outages else ""
+    waiting = "; shard {} waits for {}".format(*outages[0]) if outages else ""
     without = first_problem([*facts.servers, *facts.services])
     servers = "" if without is None else f"; {without.text}"
     text = redact(f"{running} workers are running, {count}{last}{failing}{waiting}{servers}")

@@ -37,7 +37,6 @@ CONSUMER = "consumer-"
 
 _LOCK = ".lock"
 _SHARD_LOCKS = ".shards.lock"
-_SHARD_PATIENCE_SECONDS = 20.0
 _HEARTBEAT_SECONDS = 20.0
 _STALE_SECONDS = 90.0
 _SUFFIXES = {".json", ".jsonl", ".parquet", ".html"}
@@ -45,6 +44,20 @@ _SUFFIXES = {".json", ".jsonl", ".parquet", ".html"}
 
 class StorageError(Exception):
     """The storage cannot be used; the message names the reason and the remedy."""
+
+
+class ShardHeld(StorageError):
+    """Another worker holds the lock of a shard.
+
+    Attributes:
+        shard: Its number.
+        lock: File of the locks, which the other worker has open.
+    """
+
+    def __init__(self, message: str, *, shard: int, lock: Path) -> None:
+        super().__init__(message)
+        self.shard = shard
+        self.lock = lock
 
 
 class Storage(Protocol):
@@ -143,10 +156,10 @@ class Storage(Protocol):
         ...
 
     def hold_shards(self, shards: Collection[int]) -> None:
-        """Lock these shards against other workers while this process lives; waits a moment for a worker that ends.
+        """Lock these shards against other workers while this process lives.
 
         Raises:
-            StorageError: Another process is writing one of them.
+            ShardHeld: Another process is writing one of them.
         """
         ...
 
@@ -295,18 +308,19 @@ class DirectoryStorage:
         remove_partials(self.path)
 
     def hold_shards(self, shards: Collection[int]) -> None:
-        descriptor = os.open(self.path / _SHARD_LOCKS, os.O_RDWR | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + _SHARD_PATIENCE_SECONDS
+        lock = self.path / _SHARD_LOCKS
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             for shard in shards:
-                # One byte for each shard: the kernel releases the locks when the process ends, however it ends.
-                while not _lock_byte(descriptor, shard):
-                    if time.monotonic() > deadline:
-                        raise StorageError(
-                            f"{self.path}: another worker, of this run or of one that was killed, is still writing "
-                            f"shard {shard}: end it (`fuser {self.path / _SHARD_LOCKS}` names it), then use --resume"
-                        )
-                    time.sleep(0.05)
+                # One byte for each shard: the kernel releases the locks when the process ends, however it ends, and a
+                # volume's server those of a machine that it has not heard of for some time.
+                if not _lock_byte(descriptor, shard):
+                    raise ShardHeld(
+                        f"{self.path}: another worker, of this run or of one that was killed, is still writing "
+                        f"shard {shard}",
+                        shard=shard,
+                        lock=lock,
+                    )
         except BaseException:
             os.close(descriptor)
             raise

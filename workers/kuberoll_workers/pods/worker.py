@@ -387,6 +387,7 @@ class ShardPod:
             discovery=config.discovery,
             replicas=config.replicas,
             replicas_host=config.replicas_host,
+            lock_patience=None,
         )
         working = asyncio.create_task(
             run_worker(
@@ -397,6 +398,7 @@ class ShardPod:
                 failures=self._failures,
                 trouble=self._note_outage,
                 pace_report=self._note_pace,
+                lock_report=self._note_lock,
                 feed=feed,
             )
         )
@@ -413,8 +415,12 @@ class ShardPod:
         _log.info("%s", report.held or report.starved or "the trainer and this worker go on")
 
     def _note_outage(self, reason: str | None, seconds: float) -> None:
-        self._waiting = reason or ""
+        self._waiting = "" if reason is None else f"its policy: {reason}"
         _log.warning("%s", answering_text(seconds) if reason is None else waiting_text(reason, seconds))
+
+    def _note_lock(self, reason: str | None) -> None:
+        self._waiting = reason or ""
+        _log.warning("%s", "the lock is free" if reason is None else f"waiting for {reason}")
 
     @property
     def _tokenizer(self) -> str:

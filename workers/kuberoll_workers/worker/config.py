@@ -59,6 +59,7 @@ class WorkerConfig:
         simulated: Arguments of an engine that this worker simulates instead of using an endpoint.
         services: Endpoints of the job's services, by name, of those that are not in this process's variables.
         direct_token: Bearer token of consumers on the direct path; None: there is none.
+        lock_patience: Seconds for which another worker may hold one of the shards; None: it is waited for.
     """
 
     job: RolloutJob
@@ -85,6 +86,7 @@ class WorkerConfig:
     simulated: ServeArgs | None = None
     services: dict[str, ServedModel] = field(default_factory=dict)
     direct_token: str | None = None
+    lock_patience: float | None = 20.0
 
     def encode(self) -> bytes:
         """The configuration as one line of JSON."""

@@ -49,6 +49,7 @@ from kuberoll_workers.worker.settings import (
     part_limits,
     rollout_settings,
 )
+from kuberoll_workers.worker.shard_locks import hold_shards
 
 
 @asynccontextmanager
@@ -103,6 +104,7 @@ async def run_worker(
     failures: FailureLog | None = None,
     trouble: Callable[[str | None, float], None] = lambda _reason, _seconds: None,
     pace_report: Callable[[PaceReport], None] = lambda _report: None,
+    lock_report: Callable[[str | None], None] = lambda _waiting: None,
     feed: PartFeed | None = None,
 ) -> bool:
     """Run the config's shards until they are done or drained.
@@ -114,6 +116,7 @@ async def run_worker(
         failures: Log of failures, if the caller wants to read it.
         trouble: As in `readiness.OutageLimit`, for the policy.
         pace_report: Called whenever who waits for whom has changed: the worker for the run's trainer, or that for it.
+        lock_report: As `waiting` of `shard_locks.hold_shards`.
         feed: Takes what is written to an object store, for consumers on the direct path.
 
     Returns:
@@ -137,8 +140,11 @@ async def run_worker(
         stack.callback(metrics.flush)
         storage = open_storage(config.output, parts=part_limits(job))
         # Released after the store is closed, so that a shard never has two writers.
-        await asyncio.to_thread(storage.hold_shards, config.shards)
         stack.callback(storage.release_shards)
+        if not await hold_shards(
+            storage, config.shards, patience=config.lock_patience, drain=drain, waiting=lock_report
+        ):
+            return False
         store = ResultStore(
             storage,
             shards=config.shards,
