@@ -53,6 +53,7 @@ class Reason:
     CRASHING: Final = "Crashing"
     POD_CONFIG: Final = "PodConfigError"
     SANDBOX: Final = "SandboxNotReady"
+    NODE_LOST: Final = "NodeLost"
     READY: Final = "Ready"
     EXTERNAL: Final = "External"
     RELEASED: Final = "Released"

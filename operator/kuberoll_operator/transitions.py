@@ -55,6 +55,7 @@ PROBLEMS: Final = frozenset(
         Reason.CRASHING,
         Reason.POD_CONFIG,
         Reason.SANDBOX,
+        Reason.NODE_LOST,
         Reason.INVALID_TEMPLATE,
         Reason.FORBIDDEN,
         Reason.FIELD_CONFLICT,

@@ -76,6 +76,14 @@ def refused(kind: str, name: str, reason: str, message: str = "the server's word
     return {"errors": {(kind, name): WriteError(reason, message)}}
 
 
+def on_lost_node(pod: Object, *, reason: str | None = None) -> Object:
+    """A pod as the controller of nodes leaves it when a node's kubelet is silent (`MarkPodsNotReady`)."""
+    ready = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-11-27T05:42:40Z"}
+    if reason is not None:
+        ready["reason"] = reason
+    return {**pod, "spec": {"nodeName": "node-b"}, "status": {**pod["status"], "conditions": [ready]}}
+
+
 class Row(NamedTuple):
     """Facts, and what is said of them: a phase, and conditions as `Type=Status/Reason`, with words of a message."""
 
@@ -458,6 +466,67 @@ ROWS = [
         ["WorkersReady=True/Running"],
         "2 workers are running, 1 of 4 shards are done",
         WITH_WORKERS,
+    ),
+    Row(
+        "the node of one worker is lost",
+        observed(
+            deployment(2),
+            workers_job(active=2, succeeded=1),
+            pods=[pod("workers", "a", shard=1), on_lost_node(pod("workers", "b", shard=2, container={"ready": True}))],
+        ),
+        "Running",
+        ["WorkersReady=True/Running"],
+        "1 workers are running, 1 of 4 shards are done; pod puzzle-workers-b not heard of since 2026-11-27T05:42:40Z: "
+        "its node node-b does not answer",
+        WITH_WORKERS,
+    ),
+    Row(
+        "the nodes of all workers are lost",
+        observed(
+            deployment(2),
+            workers_job(active=2, succeeded=1),
+            pods=[
+                on_lost_node(pod("workers", name, shard=shard, container={"ready": True}))
+                for shard, name in enumerate("ab")
+            ],
+        ),
+        "Running",
+        ["WorkersReady=False/NodeLost"],
+        "pod puzzle-workers-a, and 1 more not heard of since",
+        WITH_WORKERS,
+    ),
+    Row(
+        "a worker whose container has ended is not lost",
+        observed(
+            deployment(2),
+            workers_job(active=1),
+            pods=[on_lost_node(pod("workers", shard=0, container={"ready": False}), reason="ContainersNotReady")],
+        ),
+        "Running",
+        ["WorkersReady=True/Running"],
+        "1 workers are running, 0 of 4 shards are done",
+        WITH_WORKERS,
+    ),
+    Row(
+        "the node of one engine is lost",
+        observed(
+            deployment(1),
+            workers_job(active=1),
+            pods=[on_lost_node(pod("generation", container={"ready": True})), pod("workers", shard=0)],
+        ),
+        "Running",
+        ["GenerationReady=True/Ready"],
+        "1 of 2 replicas are ready; pod puzzle-generation-a not heard of since 2026-11-27T05:42:40Z: its node node-b",
+        WITH_WORKERS,
+        {"generation": {"replicas": 2}},
+    ),
+    Row(
+        "the nodes of all engines are lost before any worker runs",
+        observed(deployment(0), pods=[on_lost_node(pod("generation", container={"ready": True}))]),
+        "Starting",
+        ["GenerationReady=False/NodeLost"],
+        "0 of 2 replicas are ready; pod puzzle-generation-a not heard of since",
+        BEGUN,
     ),
     Row(
         "workers wait for a node",

@@ -15,6 +15,9 @@ from kuberoll_operator.model import Object, condition, is_true
 
 MESSAGE_CHARACTERS: Final = 1000
 
+# A pod whose kubelet says this is not ready, but not lost.
+_UNREADY_REASONS: Final = frozenset({"ContainersNotReady", "ReadinessGatesNotReady"})
+
 # A container that was killed by a signal has 128 plus the signal's number as exit code.
 _SIGNALS: Final = range(128 + 1, 128 + 65)
 
@@ -154,6 +157,34 @@ def last_exit(pod: Mapping[str, Any], container: str) -> ContainerExit | None:
 def is_disrupted(pod: Mapping[str, Any]) -> bool:
     """True if the cluster removed the pod: eviction, preemption, a lost node."""
     return is_true(pod.get("status") or {}, "DisruptionTarget")
+
+
+def is_lost(pod: Mapping[str, Any]) -> bool:
+    """True if nobody has heard of a pod's node for a while: Kubernetes has taken the pod's Ready from it.
+
+    The kubelet, which alone reports containers, last said that all of them were ready.
+    """
+    status = pod.get("status") or {}
+    ready, containers = condition(status, "Ready"), status.get("containerStatuses") or ()
+    return (
+        status.get("phase") == "Running"
+        and ready.get("status") == "False"
+        and ready.get("reason") not in _UNREADY_REASONS
+        and bool(containers)
+        and all(container.get("ready") for container in containers)
+    )
+
+
+def describe_lost(pods: Iterable[Object]) -> str:
+    """What is known of the lost ones among pods; empty if there are none."""
+    lost = [pod for pod in pods if is_lost(pod)]
+    if not lost:
+        return ""
+    first = min(lost, key=lambda pod: str(condition(pod["status"], "Ready").get("lastTransitionTime") or ""))
+    node = (first.get("spec") or {}).get("nodeName") or "unknown"
+    since = condition(first["status"], "Ready").get("lastTransitionTime") or "an unknown time"
+    others = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"pod {_name(first)}{others} not heard of since {since}: its node {node} does not answer"
 
 
 def diagnose(pods: Sequence[Object], container: str) -> PodProblem | None:

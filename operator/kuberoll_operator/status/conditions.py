@@ -14,7 +14,9 @@ from kuberoll_operator.backends.pods import (
     PodProblem,
     any_active,
     describe_exit,
+    describe_lost,
     diagnose,
+    is_lost,
     pods_of,
     redact,
 )
@@ -158,7 +160,8 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     )
     if facts.stage is Stage.CHECKING and blocked is None:
         return False, Reason.WAITING_FOR_CHECK, "engines start when the workers' inputs have been checked"
-    count = f"{state.ready} of {state.desired} replicas are ready"
+    lost = describe_lost(pods_of(observed.pods, names.GENERATION))
+    count = "; ".join(part for part in (f"{state.ready} of {state.desired} replicas are ready", lost) if part)
     cause = Cause(state.reason, state.message)
     if state.repeats and before.get("reason") == state.reason:
         cause = cause._replace(message=str(before.get("message", "")))
@@ -168,6 +171,8 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         return True, Reason.READY, redact("; ".join(part for part in (count, state.note, words) if part))
     if blocked:
         return False, blocked.reason, blocked.message
+    if lost and not cause.message:
+        return False, Reason.NODE_LOST, redact(count)
     return False, cause.reason, cause.message or count
 
 
@@ -251,7 +256,8 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         text = redact(f"workers start when generation is ready{more}")
         return False, Reason.WAITING_FOR_GENERATION, text
     living = [pod for pod in pods_of(observed.pods, names.WORKERS) if any_active([pod])]
-    running = sum(pod.get("status", {}).get("phase") == "Running" for pod in living)
+    running = sum(pod.get("status", {}).get("phase") == "Running" and not is_lost(pod) for pod in living)
+    lost = describe_lost(living)
     bad = [
         (end.finished, shard) for shard, end in shards.exits.items() if end.exit_code not in {0, contract.EXIT_DRAINED}
     ]
@@ -262,8 +268,11 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     waiting = "; shard {} waits for {}".format(*outages[0]) if outages else ""
     without = first_problem([*facts.servers, *facts.services])
     servers = "" if without is None else f"; {without.text}"
-    text = redact(f"{running} workers are running, {count}{last}{failing}{waiting}{servers}")
+    gone = f"; {lost}" if lost else ""
+    text = redact(f"{running} workers are running, {count}{gone}{last}{failing}{waiting}{servers}")
     problem = _problem(observed, living, "worker")
+    if lost and not running:
+        return False, Reason.NODE_LOST, text
     if running or (before.get("status") == "True" and problem is None):
         return True, Reason.RUNNING, text
     if problem is not None:
