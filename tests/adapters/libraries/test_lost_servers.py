@@ -218,14 +218,21 @@ async def play(
     return found, recovered
 
 
-# Clients of servers are the same in either isolation, and each server takes seconds to start.
-ALSO_INLINE = {"openenv-restart", "mcp"}
+# Clients of servers are the same in either isolation, and those of NeMo Gym's servers for each of them; each server
+# takes seconds to start.
+USUAL = {
+    ("nemo_gym-steps", "Process"),
+    ("openenv-replay", "Process"),
+    ("openenv-restart", "Inline"),
+    ("openenv-restart", "Process"),
+    ("mcp", "Process"),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "isolation"),
     [
-        pytest.param(name, isolation, marks=() if isolation == "Process" or name in ALSO_INLINE else [pytest.mark.long])
+        pytest.param(name, isolation, marks=() if (name, isolation) in USUAL else [pytest.mark.long])
         for name in sorted(SUBJECTS)
         for isolation in ISOLATIONS
     ],
