@@ -85,8 +85,11 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal if it is still running."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        # Not `send_signal`: it takes the exit code of a process that has just ended. From Python 3.12 on asyncio then
+        # warns that it knows none, and says 255.
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def close_input(self) -> None:
         """Close its standard input."""
