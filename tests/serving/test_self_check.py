@@ -209,7 +209,19 @@ def test_the_message_names_the_arguments_that_differ() -> None:
     assert suspects == ["speculative_config"]
     findings = distribution_findings([Pair(-6.2, -40.0)], FLOAT32)
     message = failure_message(Report(pairs=[], evidence=0.0, findings=findings), suspects)
-    assert "suspects: speculative_config; remove them one by one" in message
+    assert "suspects: speculative_config: remove them one by one" in message
     assert "spec.generation.selfCheck: Warn" in message
     # It fits into the message of a failed start.
     assert len(message) < 800
+
+
+def test_what_is_no_proof_is_not_called_a_failure() -> None:
+    kind = Kind(vocabulary=VOCABULARY, dtype="bfloat16", measured=False)
+    findings = distribution_findings([Pair(-6.97, -7.53), Pair(-1.0, -1.0)], kind)
+    message = failure_message(Report(pairs=[], evidence=0.0, findings=findings), ["dtype"])
+    assert "its log-probabilities are imprecise" in message
+    assert "dtype" in message
+    # The engine has started, and goes on.
+    assert "fails" not in message
+    assert "must not be trained on" not in message
+    assert "selfCheck" not in message

@@ -278,14 +278,16 @@ def failure_message(report: Report, suspects: Sequence[str]) -> str:
         suspects: Engine arguments that differ from vLLM's defaults.
     """
     named = (
-        f"spec.generation.engineArgs that differ from vLLM's defaults are suspects: {', '.join(suspects)}; remove them "
-        "one by one"
+        f"spec.generation.engineArgs that differ from vLLM's defaults are suspects: {', '.join(suspects)}"
         if suspects
-        else "spec.generation.engineArgs sets nothing, so that the build of vLLM is the suspect: use another version"
+        else "spec.generation.engineArgs sets nothing, so that the build of vLLM is the suspect"
     )
+    if not report.certain:
+        return f"the engine's self-check found what proves no fault of this kind of engine: {report.words}. {named}"
+    way = "remove them one by one" if suspects else "use another version"
     return (
-        f"the engine fails its self-check, and must not be trained on: {report.words}. {named}, or let it start all "
-        "the same with spec.generation.selfCheck: Warn"
+        f"the engine fails its self-check, and must not be trained on: {report.words}. {named}: {way}, or let it start "
+        "all the same with spec.generation.selfCheck: Warn"
     )
 
 
