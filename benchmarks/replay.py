@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.system import HERE, intervals, make_model
+from benchmarks.system import HERE, Size, intervals, make_model
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.simulation.engine_model import EngineLimits
@@ -213,7 +213,7 @@ def main() -> None:
         directory.mkdir(exist_ok=True)
         model = directory / "model"
         if not model.exists():
-            make_model(model, width=WIDTH, layers=LAYERS)
+            make_model(model, Size(WIDTH, LAYERS))
         found = costs(model, directory)
         for load in LOADS:
             if load.name not in given.runs:

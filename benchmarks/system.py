@@ -1,6 +1,8 @@
 """How much of an engine's own throughput reaches the user's trajectories: `kuberoll run` against vLLM alone.
 
-A random model of some 4 million parameters, so that a step of the engine takes about as long as on a GPU: 10 to 30 ms.
+A random model of some 4 million parameters, so that on a CPU a step of the engine takes about as long as on a GPU: 10
+to 30 ms. For a GPU choose a real model's size: `--width 2048 --layers 24` are 1.3 billion parameters.
+
 Each way is measured from the first request to the last token, without the start. vLLM alone gets the very prompts,
 seeds and numbers of tokens of the run, in a process of its own that does nothing else:
 
@@ -12,6 +14,7 @@ The CPU time of the run's processes between its first request and its last token
 with two cores all that is not the engine slows it down.
 
     .venv/bin/python -m benchmarks.system [--trajectories 64] [--tokens 256] [--turns 4]
+    python -m benchmarks.system --width 2048 --layers 24 --dtype bfloat16 --trajectories 256    # on a GPU
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +40,22 @@ from kuberoll_workers.serving.engines.vllm_engine import CPU_ENVIRONMENT, engine
 HERE = Path(__file__).parents[1]
 TOKENIZER = HERE / "examples" / "models" / "tiny-policy"
 WINDOW = 2048
-ENGINE = {"dtype": "float32", "max_model_len": WINDOW, "max_num_seqs": 256}
+
+
+class Size(NamedTuple):
+    """Of the random model; `dtype` is that of its files and of the engine."""
+
+    width: int = 256
+    layers: int = 4
+    dtype: str = "float32"
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Arguments of the engine."""
+        return {"dtype": self.dtype, "max_model_len": WINDOW, "max_num_seqs": 256}
+
+
+SMALL = Size()
 
 
 class Case(NamedTuple):
@@ -66,30 +84,32 @@ class Alone(NamedTuple):
     idle: float
 
 
-def make_model(directory: Path, *, width: int = 256, layers: int = 4) -> None:
+def make_model(directory: Path, size: Size = SMALL) -> None:
     """Write a random model with the tokenizer of the tiny policy; its heads have 64 dimensions."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(TOKENIZER)
+    config, tokenizer = AutoConfig.from_pretrained(TOKENIZER), AutoTokenizer.from_pretrained(TOKENIZER)
     for name, value in {
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 64,
-        "num_key_value_heads": width // 64,
+        # Without padding, which a random model would sample: a trajectory with an id that is no token fails.
+        "vocab_size": len(tokenizer),
+        "hidden_size": size.width,
+        "intermediate_size": 3 * size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.width // 64,
+        "num_key_value_heads": size.width // 64,
         "head_dim": 64,
         "max_position_embeddings": WINDOW,
     }.items():
         setattr(config, name, value)
     if hasattr(config, "layer_types"):
         config.layer_types = None
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, size.dtype)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
-def manifest(model: Path, case: Case, *, trajectories: int, tokens: int) -> dict[str, Any]:
+def manifest(model: Path, case: Case, size: Size, *, trajectories: int, tokens: int) -> dict[str, Any]:
     """A job of this case."""
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     rows = [{"prompt": f"{number} " + " ".join(words[number % 7 :]) * 3} for number in range(trajectories)]
@@ -100,8 +120,8 @@ def manifest(model: Path, case: Case, *, trajectories: int, tokens: int) -> dict
         "spec": {
             "generation": {
                 "model": {"source": str(model)},
-                "engineArgs": ENGINE,
-                # An eighth of the vocabulary ends a response after the minimum: one that reached the maximum would end
+                "engineArgs": size.engine,
+                # A seventh of the vocabulary ends a response after the minimum: one that reached the maximum would end
                 # its trajectory.
                 "sampling": {
                     "maxTokens": tokens + 64,
@@ -173,14 +193,15 @@ def turns_of(record: TrajectoryRecord) -> list[Turn]:
     return turns
 
 
-def alone(model: Path, given: Sequence[Sequence[Turn]], seconds: float) -> Alone:
+def alone(model: Path, given: Sequence[Sequence[Turn]], seconds: float, engine_args: Mapping[str, Any]) -> Alone:
     """vLLM in this process, as fast as it can."""
-    os.environ.update({name: value for name, value in CPU_ENVIRONMENT.items() if name not in os.environ})
+    if is_cpu_build():
+        os.environ.update({name: value for name, value in CPU_ENVIRONMENT.items() if name not in os.environ})
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    arguments = engine_arguments(ENGINE, model=str(model), tokenizer=str(model), revision=None, cpu=is_cpu_build())
+    arguments = engine_arguments(engine_args, model=str(model), tokenizer=str(model), revision=None, cpu=is_cpu_build())
     llm = LLM(**arguments)
 
     def parameters(trajectory: int, tokens: int) -> Any:
@@ -223,10 +244,10 @@ def alone(model: Path, given: Sequence[Sequence[Turn]], seconds: float) -> Alone
     return Alone(total / whole, idle / whole)
 
 
-def measure_alone(model: Path, given: Sequence[Sequence[Turn]], seconds: float, directory: Path) -> Alone:
+def measure_alone(model: Path, given: Sequence[Sequence[Turn]], seconds: float, size: Size, directory: Path) -> Alone:
     """`alone` in a process of its own."""
     asked = directory / "alone.json"
-    asked.write_text(json.dumps({"model": str(model), "seconds": seconds, "given": given}))
+    asked.write_text(json.dumps({"model": str(model), "seconds": seconds, "given": given, "engine": size.engine}))
     command = [sys.executable, "-m", "benchmarks.system", "--alone", str(asked)]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -243,15 +264,25 @@ def cases(turns: int) -> tuple[Case, ...]:
     )
 
 
-def figures(*, trajectories: int = 64, tokens: int = 256, turns: int = 4, rounds: int = 2) -> Iterator[Figure]:
-    """Measure all cases; the ways take turns, and the best of each counts."""
+def figures(
+    *,
+    trajectories: int = 64,
+    tokens: int = 256,
+    turns: int = 4,
+    rounds: int = 2,
+    size: Size = SMALL,
+    only: Container[str] | None = None,
+) -> Iterator[Figure]:
+    """Measure all cases, or those that are named; the ways take turns, and the best of each counts."""
     goals = {"system_over_engine_single_turn": 0.97, "system_over_engine_multi_turn": 0.95}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         model = directory / "model"
-        make_model(model)
+        make_model(model, size)
         for case in cases(turns):
-            document = manifest(model, case, trajectories=trajectories, tokens=tokens)
+            if only is not None and case.name not in only:
+                continue
+            document = manifest(model, case, size, trajectories=trajectories, tokens=tokens)
             rates, idle, bounds, spent = [], [], [], []
             for number in range(rounds):
                 records, times = run(document, directory / f"{case.name}-{number}")
@@ -263,7 +294,7 @@ def figures(*, trajectories: int = 64, tokens: int = 256, turns: int = 4, rounds
                 rates.append(generated / (end - begin))
                 spent.append({part: 1e6 * value / generated for part, value in times.between(begin, end).items()})
                 idle.append(idle_share(found))
-                bounds.append(measure_alone(model, list(map(turns_of, records)), case.seconds, directory))
+                bounds.append(measure_alone(model, list(map(turns_of, records)), case.seconds, size, directory))
             bound = max(one.rate for one in bounds)
             print(
                 f"{case.name}: {', '.join(f'{rate:.0f}' for rate in rates)} tokens/s; vLLM alone "
@@ -290,15 +321,27 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--width", type=int, default=SMALL.width, help="of the model, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=SMALL.layers)
+    parser.add_argument("--dtype", default=SMALL.dtype, help="of the model and the engine")
+    parser.add_argument("--case", action="append", choices=[case.name for case in cases(1)], help="only this one")
     parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.alone is not None:
         asked = json.loads(given.alone.read_text())
         turns = [[Turn(*turn) for turn in one] for one in asked["given"]]
-        print(json.dumps(alone(Path(asked["model"]), turns, asked["seconds"])))
+        print(json.dumps(alone(Path(asked["model"]), turns, asked["seconds"], asked["engine"])))
         return
-    for figure in figures(trajectories=given.trajectories, tokens=given.tokens, turns=given.turns, rounds=given.rounds):
-        print(figure)
+    measured = figures(
+        trajectories=given.trajectories,
+        tokens=given.tokens,
+        turns=given.turns,
+        rounds=given.rounds,
+        size=Size(given.width, given.layers, given.dtype),
+        only=given.case,
+    )
+    for figure in measured:
+        print(figure, flush=True)
 
 
 if __name__ == "__main__":
