@@ -2,10 +2,10 @@
 
 Run it: `python -m benchmarks.weight_transports tiny` and `python -m benchmarks.weight_transports random`.
 
-One engine, vLLM on this machine's CPU, generates for four callers all the time. A trainer in the same process publishes
-steps by each transport, as `Publisher` does: what it writes or copies, and what the engine then does. `tiny` is
-examples/models/tiny-policy. `random` is a Llama of 0.13 G random parameters in bfloat16. Each step changes 3 % of the
-elements by their smallest step.
+One engine, vLLM on this machine's CPU or GPU, generates for four callers all the time. A trainer in the same process
+publishes steps by each transport, as `Publisher` does: what it writes or copies, and what the engine then does. `tiny`
+is examples/models/tiny-policy. `random` is a Llama of 0.13 G random parameters in bfloat16, or of 1.3 G with
+`--width 2048 --layers 24`. Each step changes 3 % of the elements by their smallest step.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ class TimedEngine(VLLMEngine):
         self.pauses.append(time.perf_counter() - began)
 
 
-def random_model(place: Path) -> Path:
-    """A model of 0.13 G parameters, with the tokenizer of the tiny policy, as files."""
+def random_model(place: Path, *, width: int, layers: int) -> Path:
+    """A model with heads of 64 dimensions, as one file."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=32_000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
+        hidden_size=width,
+        intermediate_size=8 * width // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).bfloat16().save_pretrained(place)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(place, max_shard_size="100GB")
     return place
 
 
@@ -73,8 +73,8 @@ def change(state: dict[str, torch.Tensor], step: int) -> None:
     """Change 3 % of the elements."""
     draw = torch.Generator().manual_seed(step)
     for value in state.values():
-        bits = value.view(torch.int16 if value.element_size() == 2 else torch.int32)
-        bits += (torch.rand(value.shape, generator=draw) < 0.03).to(bits.dtype)
+        bits = value.view(torch.int16 if value.element_size() == 2 else torch.int32).view(-1)
+        bits[torch.randint(bits.numel(), (3 * bits.numel() // 100,), generator=draw)] += 1
 
 
 async def busy(engine: VLLMEngine, caller: int) -> None:
@@ -166,12 +166,15 @@ async def run(model: Path, dtype: str, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=["tiny", "random"])
+    parser.add_argument("--width", type=int, default=768, help="of the random model, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=12)
     arguments = parser.parse_args()
     if arguments.model == "tiny":
         asyncio.run(run(TINY, "float32", STEPS["tiny"]))
         return
     with tempfile.TemporaryDirectory(prefix="kuberoll-model-") as place:
-        asyncio.run(run(random_model(Path(place)), "bfloat16", STEPS["random"]))
+        model = random_model(Path(place), width=arguments.width, layers=arguments.layers)
+        asyncio.run(run(model, "bfloat16", STEPS["random"]))
 
 
 if __name__ == "__main__":
