@@ -80,6 +80,11 @@ class Settings(BaseModel):
         default=(),
         description="Networks (CIDR) excluded from that: the cluster's own, of pods, services and nodes.",
     )
+    workload_identity: bool = Field(
+        default=True,
+        description="Whether workers of jobs with object stores (s3, gs) may reach the agents that give pods a cloud's "
+        "identity, of EKS and GKE.",
+    )
     kuberay: bool | None = Field(
         default=None, description="Whether the cluster serves ray.io/v1 RayServices; absent: detect it, repeatedly."
     )

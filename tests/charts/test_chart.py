@@ -154,6 +154,7 @@ def test_the_operator_understands_its_environment(values: dict[str, Any]) -> Non
     ):
         assert found == values.get("jobs", {}).get(name, 65532)
     assert settings.egress_ports == (443,)
+    assert settings.workload_identity == values.get("jobs", {}).get("workloadIdentity", True)
     assert settings.default_output == (values.get("jobs", {}).get("defaultOutput") or None)
 
 

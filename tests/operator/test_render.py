@@ -304,6 +304,44 @@ def test_workers_can_be_kept_from_the_cluster_s_own_networks() -> None:
     validate(policy)
 
 
+IDENTITIES = {
+    "s3": [("169.254.170.23/32", 80), ("fd00:ec2::23/128", 80)],
+    "gs": [("169.254.169.252/32", 988), ("169.254.169.254/32", 80)],
+}
+
+
+@pytest.mark.parametrize(
+    ("output", "dataset", "schemes"),
+    [
+        ("s3://bucket/run", None, ["s3"]),
+        ("gs://bucket/run", None, ["gs"]),
+        ("pvc://claim/run", "gs://bucket/rows.jsonl", ["gs"]),
+        ("s3://bucket/run", "gs://bucket/rows.jsonl", ["gs", "s3"]),
+        ("abfs://container@account.dfs.core.windows.net/run", None, []),
+        ("pvc://claim/run", None, []),
+    ],
+)
+def test_workers_get_the_identity_that_opens_their_stores_and_no_other(
+    output: str, dataset: str | None, schemes: list[str]
+) -> None:
+    source = {"generator": {"count": 8}} if dataset is None else {"generator": None, "uri": dataset}
+    found = context(output={"uri": output}, dataset={"source": source})
+    policy = render.build_network_policies(found)[0]
+    link_local = [
+        (peer["ipBlock"]["cidr"], port["port"])
+        for rule in policy["spec"]["egress"]
+        for peer in rule["to"]
+        for port in rule["ports"]
+        if peer.get("ipBlock", {}).get("cidr", "").startswith(("169.254.1", "fd00"))
+    ]
+    assert link_local == [place for scheme in schemes for place in IDENTITIES[scheme]]
+    validate(policy)
+    closed = dataclasses.replace(found, settings=support.SETTINGS.model_copy(update={"workload_identity": False}))
+    without = render.build_network_policies(closed)[0]
+    dns, *others = policy["spec"]["egress"]
+    assert without["spec"]["egress"] == [dns, *others[len(link_local) :]]
+
+
 def test_workers_reach_the_server_of_an_environment() -> None:
     judge = {"name": "judge", "type": "judge", "config": {"url": "http://judge:8123/v1"}}
     other = {"name": "other", "entrypoint": "a:B", "config": {"url": 5}}

@@ -19,6 +19,13 @@ from kuberoll_operator.render.servers import claimed, deployed, served, servers_
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]
 # Link-local addresses: a cloud's credentials are served there.
 _NOWHERE: Final = {"0.0.0.0/0": ("169.254.0.0/16",), "::/0": ("fe80::/10", "fd00:ec2::/32")}
+# Where clouds hand out the identity of a pod's service account, by the scheme of the stores that are opened with it:
+# the agents of GKE (with Dataplane V2 at the metadata address itself) and of EKS Pod Identity. Identities that are
+# files, as of IRSA and Azure, are exchanged at public addresses.
+_IDENTITIES: Final = {
+    "gs": (("169.254.169.252/32", 988), ("169.254.169.254/32", 80)),
+    "s3": (("169.254.170.23/32", 80), ("fd00:ec2::23/128", 80)),
+}
 # Pods of a cluster's DNS, which some clusters have at 5353, and the nodes' own caches.
 _DNS: Final[Object] = {
     "ports": [{"protocol": protocol, "port": port} for port in (53, 5353) for protocol in ("UDP", "TCP")],
@@ -44,7 +51,7 @@ def build_network_policies(context: RenderContext) -> list[Object]:
 
 
 def _workers(context: RenderContext) -> Object:
-    egress: list[Object] = [_DNS]
+    egress: list[Object] = [_DNS, *(_way_to_identity(context) if context.settings.workload_identity else [])]
     if context.hosting.in_job:
         pods = {"podSelector": {"matchLabels": names.selector(context.name, names.GENERATION)}}
         egress.append({"ports": policy_ports(context), "to": [pods]})
@@ -79,6 +86,19 @@ def _workers(context: RenderContext) -> Object:
         "ingress": [{"ports": [tcp(contract.PROGRESS_PORT)], "from": _ANYWHERE_INSIDE}],
     }
     return _policy(context, names.workers(context.name), names.WORKERS, spec)
+
+
+def _way_to_identity(context: RenderContext) -> list[Object]:
+    """Egress of the workers to what gives them the identity with which they open the job's object stores."""
+    spec = context.job.spec
+    uris = [spec.output.uri, *(source.uri for _, source in spec.dataset.located_sources())]
+    schemes = {urlsplit(uri).scheme for uri in uris if uri}
+    return [
+        {"ports": [tcp(port)], "to": [{"ipBlock": {"cidr": cidr}}]}
+        for scheme, places in _IDENTITIES.items()
+        if scheme in schemes
+        for cidr, port in places
+    ]
 
 
 def _generation(context: RenderContext) -> Object:
