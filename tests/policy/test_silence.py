@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.policy.agent_sessions import AgentSession, SessionSettings
-from kuberoll_workers.policy.interface import GenerationRequest
+from kuberoll_workers.policy.interface import FatalRequest, GenerationRequest, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.policy.routing import router, silence
 from kuberoll_workers.policy.routing.router import ReplicaLost, RoutedPolicy
-from kuberoll_workers.policy.routing.silence import SILENT_SECONDS, SilenceWatch
+from kuberoll_workers.policy.routing.silence import SILENT_SECONDS, Loss, SilenceWatch
 from tests.policy import test_routing_faults as faults
 from tests.policy.test_routing_faults import Changing, Replica, answer, replicas, routed, static
 from tests.rollouts.fakes import until
@@ -61,7 +61,7 @@ def test_only_replicas_that_were_silent_for_long_with_requests_in_flight_are_ask
         elif event == "lose" and name in checks:
             # What happened since the check began decides whether its result still counts.
             silent = signs.get(name) == checks[name]
-            assert watch.lose(name, checks.pop(name), "no answer", now) is silent
+            assert watch.lose(name, checks.pop(name), Loss("no answer", now, stalled=False)) is silent
         lost = watch.lost
         assert lost.keys() <= signs.keys()
         assert set(watch.due(now)) == {
@@ -142,6 +142,34 @@ async def test_what_waits_for_a_lost_replica_is_sent_to_another() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+async def test_nodes_that_are_lost_again_and_again_are_no_fault_of_the_request() -> None:
+    async with stopping(6) as made, routed(static(made)) as policy:
+        await until(lambda: policy.state().replicas.get("closed") == 6)
+        for replica in made[:-1]:
+            replica.working.clear()
+        # It is the only one in flight at each of the losses.
+        assert await answer(policy, "0-0-0") == 5
+        assert policy._metrics._outcomes["lost"] >= 1
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_request_that_stalls_every_engine_is_refused_in_the_end() -> None:
+    async with replicas(6) as made, routed(static(made)) as policy:
+        await until(lambda: policy.state().replicas.get("closed") == 6)
+
+        async def stall(_: web.Request, asked: GenerationRequest) -> None:
+            # The engine makes no step any more, and its replica says so.
+            next(replica for replica in made if replica.requests and replica.requests[-1] is asked).healthy = False
+            await asyncio.Event().wait()
+
+        for replica in made:
+            replica.behave = stall
+        with pytest.raises(FatalRequest):
+            await answer(policy, "0-0-0")
+        assert sum(len(replica.requests) for replica in made) < 6
+
+
+@pytest.mark.usefixtures("quick")
 async def test_a_slow_replica_that_is_well_is_left_alone() -> None:
     async with replicas(2) as made, routed(static(made)) as policy:
         await until(lambda: policy.state().replicas.get("closed") == 2)
@@ -154,7 +182,7 @@ async def test_a_slow_replica_that_is_well_is_left_alone() -> None:
             replica.behave = hold
         problem_at = policy._problem_at
 
-        async def counted(url: str | None) -> str | None:
+        async def counted(url: str | None) -> PolicyUnavailable | PolicyRefused | None:
             nonlocal checks
             checks += 1
             return await problem_at(url)
@@ -242,7 +270,7 @@ async def test_an_agent_goes_on_while_there_is_no_other_replica_and_with_one_tha
             checks = 0
             problem_at = policy._problem_at
 
-            async def counted(url: str | None) -> str | None:
+            async def counted(url: str | None) -> PolicyUnavailable | PolicyRefused | None:
                 nonlocal checks
                 checks += url == made[0].url
                 return await problem_at(url)

@@ -68,6 +68,10 @@ class Unreachable(PolicyUnavailable):
     """The endpoint could not be connected to; nothing was sent."""
 
 
+class Silent(PolicyUnavailable):
+    """The endpoint did not answer in time; what became of the request is unknown."""
+
+
 class OtherModel(Unreachable):
     """The endpoint has another commit of the model than the one that is asked for: it is as if it were not there."""
 
@@ -255,7 +259,7 @@ async def answering_within(url: str, seconds: float) -> AsyncIterator[None]:
     """Limit the time of an exchange with an endpoint.
 
     Raises:
-        PolicyUnavailable: It took longer.
+        Silent: It took longer.
     """
     limit = asyncio.timeout(seconds)
     try:
@@ -264,7 +268,7 @@ async def answering_within(url: str, seconds: float) -> AsyncIterator[None]:
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise PolicyUnavailable(f"{url}: no answer within {seconds:g} s") from error
+        raise Silent(f"{url}: no answer within {seconds:g} s") from error
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from kuberoll_workers.policy.agent_sessions import AgentSession, ClosedSession, SessionSettings
-from kuberoll_workers.policy.client import Overloaded, ServeClient, SessionsFull, Unreachable, answering_within
+from kuberoll_workers.policy.client import Overloaded, ServeClient, SessionsFull, Silent, Unreachable, answering_within
 from kuberoll_workers.policy.interface import (
     FatalRequest,
     GenerationRequest,
@@ -28,7 +28,7 @@ from kuberoll_workers.policy.routing.replica import Address, ReplicaClient
 from kuberoll_workers.policy.routing.scheduler import WINDOW, Replica, RequestScheduler, Ticket
 from kuberoll_workers.policy.routing.session_places import SessionPlaces
 from kuberoll_workers.policy.routing.sessions import Session
-from kuberoll_workers.policy.routing.silence import SilenceWatch
+from kuberoll_workers.policy.routing.silence import Loss, SilenceWatch
 from kuberoll_workers.telemetry import RoutingMetrics, RoutingState
 
 Connect = Callable[[str], AbstractAsyncContextManager[ReplicaClient]]
@@ -55,7 +55,15 @@ _log = logging.getLogger(__name__)
 
 
 class ReplicaLost(PolicyUnavailable):
-    """The replica gives no sign of life, and another one is there."""
+    """The replica gives no sign of life, and another one is there.
+
+    Attributes:
+        stalled: As in `Loss`.
+    """
+
+    def __init__(self, message: str, *, stalled: bool) -> None:
+        super().__init__(message)
+        self.stalled = stalled
 
 
 class RoutedPolicy:
@@ -290,6 +298,10 @@ class RoutedPolicy:
                     metrics.record_request("lost" if lost else "failed")
                     admission.record_failure(ticket, time())
                     self._watch(replica, error)
+                    if isinstance(error, ReplicaLost) and not error.stalled:
+                        # A node or a network is lost through no fault of a request.
+                        broken += 1
+                        continue
                     problem = str(error) if lost else await self._health_problem(replica)
                     if problem is None:
                         failures += 1
@@ -343,7 +355,9 @@ class RoutedPolicy:
 
     def _lost(self, replica: str | None) -> ReplicaLost:
         loss = None if replica is None else self._silence.lost.get(replica)
-        return ReplicaLost("it gives no sign of life" if loss is None else loss.problem)
+        if loss is None:
+            return ReplicaLost("it gives no sign of life", stalled=False)
+        return ReplicaLost(loss.problem, stalled=loss.stalled)
 
     async def _wait_for_grant(self, ticket: Ticket) -> None:
         granted: asyncio.Future[None] = self._loop.create_future()
@@ -389,22 +403,26 @@ class RoutedPolicy:
         return {ticket.session for ticket in self._in_flight.get(name, ()) if ticket.session is not None}
 
     async def _checked(self, name: str, flying: set[Session]) -> str | None:
-        problem = await self._problem_at(self._urls.get(name) or self._open_sessions.url(name))
-        if problem is not None:
-            self._repeated[name] |= {session for session in flying if session.deaths}
-            self._deaths.record(name, flying, self._loop.time())
-        return problem
+        problem = await self._problem_at(self._urls.get(name))
+        if problem is None:
+            return None
+        self._note_death(name, flying)
+        return str(problem)
 
-    async def _problem_at(self, url: str | None) -> str | None:
+    def _note_death(self, name: str, flying: set[Session]) -> None:
+        self._repeated[name] |= {session for session in flying if session.deaths}
+        self._deaths.record(name, flying, self._loop.time())
+
+    async def _problem_at(self, url: str | None) -> PolicyUnavailable | PolicyRefused | None:
         """Why the replica at a URL is not healthy; None: it is."""
         if url is None:
-            return "it has left"
+            return PolicyUnavailable("it has left")
         try:
             # Over another connection: requests in flight may use all that the client may have, and theirs may be dead.
             async with answering_within(url, _CHECK_SECONDS), self._connect(url) as client:
                 await client.check_health()
         except (PolicyUnavailable, PolicyRefused) as error:
-            return str(error)
+            return error
         return None
 
     def _watch(self, replica: Replica, error: PolicyUnavailable | None = None, problem: str | None = None) -> None:
@@ -436,7 +454,7 @@ class RoutedPolicy:
                         self._outages.record_recovery(replica.id)
                         self._silence.hear(replica.id, time())
                     else:
-                        self._outages.record_trouble(replica.id, problem, time())
+                        self._outages.record_trouble(replica.id, str(problem), time())
                     breaker.record_probe(problem is None, time())
         finally:
             self._joining.discard(name)
@@ -477,17 +495,23 @@ class RoutedPolicy:
     async def _look_into(self, name: str, work: str) -> None:
         since = self._silence.silent_since(name)
         try:
-            problem = await self._checked(name, self._flying(name))
+            flying = self._flying(name)
+            found = await self._problem_at(self._urls.get(name) or self._open_sessions.url(name))
             now = self._loop.time()
-            if problem is None:
+            if found is None:
                 self._silence.hear(name, now)
                 self._outages.record_recovery(name)
-            elif since is not None and self._silence.lose(name, since, problem, now):
-                if (replica := self._admission.replicas.get(name)) is not None:
-                    self._outages.record_trouble(name, problem, since)
-                    self._admission.mark_down(replica, now)
-                    self._watch(replica, PolicyUnavailable(problem), problem)
-                self._leave_lost()
+                return
+            problem, stalled = str(found), not isinstance(found, Silent | Unreachable)
+            if since is None or not self._silence.lose(name, since, Loss(problem, now, stalled)):
+                return
+            if stalled:
+                self._note_death(name, flying)
+            if (replica := self._admission.replicas.get(name)) is not None:
+                self._outages.record_trouble(name, problem, since)
+                self._admission.mark_down(replica, now)
+                self._watch(replica, PolicyUnavailable(problem), problem)
+            self._leave_lost()
         finally:
             self._joining.discard(work)
 

@@ -13,10 +13,17 @@ SILENT_SECONDS: Final = 5.0
 
 
 class Loss(NamedTuple):
-    """A replica's loss: what is wrong with it, and the time at which that was found."""
+    """A replica's loss.
+
+    Attributes:
+        problem: What is wrong with it.
+        at: Time at which that was found.
+        stalled: True if it said so itself, which is no node's or network's fault.
+    """
 
     problem: str
     at: float
+    stalled: bool
 
 
 class SilenceWatch:
@@ -58,9 +65,9 @@ class SilenceWatch:
         """Time of the last sign of life of a replica, or of its first request after it had none; None: it has none."""
         return self._silent_since.get(name)
 
-    def lose(self, name: str, since: float, problem: str, now: float) -> bool:
+    def lose(self, name: str, since: float, loss: Loss) -> bool:
         """Record that a replica is not well, if it has been silent since `since`; True if it is lost now."""
         if self._silent_since.get(name) != since:
             return False
-        self._lost.setdefault(name, Loss(problem, now))
+        self._lost.setdefault(name, loss)
         return True
