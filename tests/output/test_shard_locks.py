@@ -73,16 +73,17 @@ async def test_a_free_lock_is_taken_without_a_word() -> None:
 
 
 @contextmanager
-def other_worker(place: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds shard 3."""
+def other_worker(place: Path, *, shard: int = 3) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds a shard."""
+    place.mkdir(parents=True, exist_ok=True)
     program = (
         "import sys\n"
         "from kuberoll_workers.output.storage import open_storage\n"
-        "open_storage(sys.argv[1]).hold_shards([3])\n"
+        "open_storage(sys.argv[1]).hold_shards([int(sys.argv[2])])\n"
         "print('held', flush=True)\n"
         "sys.stdin.read()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, str(place)], stdin=-1, stdout=-1)
+    process = subprocess.Popen([sys.executable, "-c", program, str(place), str(shard)], stdin=-1, stdout=-1)
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"held\n"

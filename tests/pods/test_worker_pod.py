@@ -25,6 +25,7 @@ from kuberoll_workers.serving.ray_settings import free_ports
 from tests.local.support import TINY, Endpoint, endpoint
 from tests.output.s3 import S3Server, s3, s3_server
 from tests.output.support import Observed
+from tests.output.test_shard_locks import other_worker
 from tests.pods.support import Pod, pod
 
 __all__ = ["endpoint", "s3", "s3_server"]
@@ -488,10 +489,22 @@ async def test_a_policy_that_goes_in_mid_run_is_in_the_progress_and_ends_the_pod
             assert json.loads((await started.get("/progress"))[1])["waiting"] == ""
             endpoint.released.set()
         reason = f"{endpoint.url}: connection refused"
-        await started.until_answers("/progress", lambda _, body: json.loads(body)["waiting"] == reason)
+        words = f"its policy: {reason}"
+        await started.until_answers("/progress", lambda _, body: json.loads(body)["waiting"] == words)
         assert await started.end() == 1, started.log
     assert re.search(rf"waiting for the endpoint, 0:[12]\d left: {re.escape(reason)}", started.log), started.log
     assert "the endpoint did not answer for 24 s" in started.message()["cause"]
+
+
+async def test_a_pod_whose_shard_another_one_writes_waits_and_says_so(place: Place) -> None:
+    # As one that goes on behind a partition, on a volume that both have.
+    words = "the lock of shard 0, which another worker holds"
+    with other_worker(Path(place.output), shard=0) as other:
+        async with place.pod(0) as started:
+            await started.until_answers("/progress", lambda _, body: words in body)
+            other.kill()
+            assert await started.end() == 0, started.log
+    assert place.contents()
 
 
 def external_job(url: str, **rollout: Any) -> dict[str, Any]:
