@@ -98,8 +98,8 @@ chart: install-dev ## Lint the Helm chart and package it into dist/.
 wheel: install-dev ## Build the wheel and the source distribution into dist/.
 	$(BIN)/python -m build --outdir dist
 
-# One process more than there are cores, as tests wait for a third of their time; those that start the same heavy parts
-# stay in one of them (tests/conftest.py).
+# One process more than there are cores, since some tests wait; those that start the same heavy parts stay in one of them
+# (tests/conftest.py).
 PARALLEL := --numprocesses $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadgroup --no-loadscope-reorder
 QUICK := $(PARALLEL) --quick
 # Where tests start real processes, engines and containers: tests/second_chance.py.

@@ -65,6 +65,14 @@ async def test_one_that_drains_waits_no_longer() -> None:
     assert await waiting is False
 
 
+async def test_one_that_is_to_end_as_it_starts_takes_a_free_lock() -> None:
+    """It counts what is stored, and says so at its end."""
+    storage, drain = Held(), Drain()
+    storage.held = False
+    drain.set()
+    assert await holding(storage, [], patience=None, drain=drain) is True
+
+
 async def test_a_free_lock_is_taken_without_a_word() -> None:
     storage, words = Held(), list[str | None]()
     storage.held = False

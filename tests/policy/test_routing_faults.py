@@ -6,7 +6,8 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TypeVar
 
 import pytest
 from aiohttp import web
@@ -105,9 +106,11 @@ class Replica:
         return web.json_response({"replicas": self.listed, "version": "0"})
 
 
+_Kind = TypeVar("_Kind", bound=Replica)
+
+
 @asynccontextmanager
-async def replicas(count: int, **options: int) -> AsyncIterator[list[Replica]]:
-    made = [Replica(number, **options) for number in range(count)]
+async def serving(made: list[_Kind]) -> AsyncIterator[list[_Kind]]:
     try:
         for replica in made:
             await replica.start()
@@ -115,6 +118,10 @@ async def replicas(count: int, **options: int) -> AsyncIterator[list[Replica]]:
     finally:
         for replica in made:
             await replica.stop()
+
+
+def replicas(count: int, **options: int) -> AbstractAsyncContextManager[list[Replica]]:
+    return serving([Replica(number, **options) for number in range(count)])
 
 
 @asynccontextmanager

@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 
 import pytest
 from aiohttp import web
@@ -21,7 +21,7 @@ from kuberoll_workers.policy.routing import router, silence
 from kuberoll_workers.policy.routing.router import ReplicaLost, RoutedPolicy
 from kuberoll_workers.policy.routing.silence import SILENT_SECONDS, Loss, SilenceWatch
 from tests.policy import test_routing_faults as faults
-from tests.policy.test_routing_faults import Changing, Replica, answer, replicas, routed, static
+from tests.policy.test_routing_faults import Changing, Replica, answer, replicas, routed, serving, static
 from tests.rollouts.fakes import until
 
 NAMES = ("a", "b")
@@ -111,16 +111,8 @@ class Stopping(Replica):
         return web.json_response({"opened_at": 0.0, "calls": 0, "trajectories": []})
 
 
-@asynccontextmanager
-async def stopping(count: int) -> AsyncIterator[list[Stopping]]:
-    made = [Stopping(number) for number in range(count)]
-    try:
-        for replica in made:
-            await replica.start()
-        yield made
-    finally:
-        for replica in made:
-            await replica.stop()
+def stopping(count: int) -> AbstractAsyncContextManager[list[Stopping]]:
+    return serving([Stopping(number) for number in range(count)])
 
 
 @pytest.mark.usefixtures("quick")

@@ -34,14 +34,14 @@ async def hold_shards(
         waiting: Called with what is waited for, and with None when that is over.
 
     Returns:
-        False if drained first.
+        False if drained while it waited.
 
     Raises:
         StorageError: Another worker has held one for too long, or the storage cannot be used.
     """
     loop = asyncio.get_running_loop()
     began, pause, said = loop.time(), _LOOK_SECONDS, False
-    while not drain.is_set():
+    while True:
         try:
             await asyncio.to_thread(storage.hold_shards, shards)
         except ShardHeld as held:
@@ -58,9 +58,10 @@ async def hold_shards(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await drain.wait()
+            if drain.is_set():
+                return False
             pause = min(_LONGEST_LOOK_SECONDS, 1.5 * pause)
         else:
             if said:
                 waiting(None)
             return True
-    return False
