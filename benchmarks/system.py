@@ -252,7 +252,12 @@ def measure_alone(model: Path, given: Sequence[Sequence[Turn]], seconds: float, 
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    return Alone(*json.loads(done.stdout.splitlines()[-1]))
+    return Alone(*json.loads(answer_file(asked).read_text()))
+
+
+def answer_file(asked: Path) -> Path:
+    """Where the process that was asked leaves its numbers: vLLM and what it loads print to its output, also as it ends."""
+    return asked.with_suffix(".answer.json")
 
 
 def cases(turns: int) -> tuple[Case, ...]:
@@ -330,7 +335,8 @@ def main() -> None:
     if given.alone is not None:
         asked = json.loads(given.alone.read_text())
         turns = [[Turn(*turn) for turn in one] for one in asked["given"]]
-        print(json.dumps(alone(Path(asked["model"]), turns, asked["seconds"], asked["engine"])))
+        found = alone(Path(asked["model"]), turns, asked["seconds"], asked["engine"])
+        answer_file(given.alone).write_text(json.dumps(found))
         return
     measured = figures(
         trajectories=given.trajectories,

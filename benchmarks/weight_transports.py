@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ class TimedEngine(VLLMEngine):
         self.pauses.append(time.perf_counter() - began)
 
 
-def random_model(place: Path, *, width: int, layers: int) -> Path:
-    """A model with heads of 64 dimensions, as one file."""
+def random_model(place: Path, width: int, layers: int) -> None:
+    """Write a model with heads of 64 dimensions, as one file."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -66,7 +67,6 @@ def random_model(place: Path, *, width: int, layers: int) -> Path:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).bfloat16().save_pretrained(place, max_shard_size="100GB")
-    return place
 
 
 def change(state: dict[str, torch.Tensor], step: int) -> None:
@@ -173,7 +173,13 @@ def main() -> None:
         asyncio.run(run(TINY, "float32", STEPS["tiny"]))
         return
     with tempfile.TemporaryDirectory(prefix="kuberoll-model-") as place:
-        model = random_model(Path(place), width=arguments.width, layers=arguments.layers)
+        model = Path(place)
+        # On GPUs vLLM forks its engine: one that is forked from a process whose threads have computed never starts.
+        making = get_context("spawn").Process(target=random_model, args=(model, arguments.width, arguments.layers))
+        making.start()
+        making.join()
+        if making.exitcode:
+            raise SystemExit(f"the model was not made: exit code {making.exitcode}")
         asyncio.run(run(model, "bfloat16", STEPS["random"]))
 
 
