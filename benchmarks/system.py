@@ -256,7 +256,7 @@ def measure_alone(model: Path, given: Sequence[Sequence[Turn]], seconds: float, 
 
 
 def answer_file(asked: Path) -> Path:
-    """Where the process that was asked leaves its numbers: vLLM and what it loads print to its output, also as it ends."""
+    """Where the process that was asked leaves its numbers; vLLM prints to its output also as it ends."""
     return asked.with_suffix(".answer.json")
 
 
