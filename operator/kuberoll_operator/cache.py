@@ -8,7 +8,7 @@ from typing import Any
 from kuberoll_operator import names
 from kuberoll_operator.kube.apply import hash_text
 from kuberoll_operator.kube.resources import PODS, ROLLOUT_JOBS, Resource
-from kuberoll_operator.model import Key, Object
+from kuberoll_operator.model import Key, Object, is_true
 
 Scope = str | None
 """A namespace; None: all namespaces."""
@@ -106,9 +106,11 @@ class Cache:
         return [found[place] for place in sorted(found) if place[0] == PODS.kind]
 
     def departed(self, key: Key) -> list[Object]:
-        """Last state of deleted pods that had ended, the latest of each completion index.
+        """Last state of deleted pods that had ended or that the cluster removed.
 
-        A suspended Job deletes its pods as soon as they end, and their termination messages with them.
+        Of those that had ended the latest of each completion index, of the others the latest of each component. A
+        suspended Job deletes its pods as soon as they end, and their termination messages with them; of one that was
+        preempted or evicted nothing else says why.
         """
         return list(self._departed.get(key, {}).values())
 
@@ -132,7 +134,7 @@ class Cache:
             return
         if known is not None:
             self._forget(resource, known)
-        items[name] = trimmed = _trim(resource, item)
+        items[name] = trimmed = trim(resource, item)
         key = _key(resource, trimmed)
         if key is None:
             return
@@ -148,8 +150,12 @@ class Cache:
             return
         if resource == ROLLOUT_JOBS:
             self._departed.pop(key, None)
-        elif resource == PODS and (index := (item["metadata"].get("labels") or {}).get(_INDEX)) and _has_ended(item):
-            self._departed.setdefault(key, {})[index] = item
+        elif resource == PODS:
+            labels = item["metadata"].get("labels") or {}
+            if (index := labels.get(_INDEX)) and _has_ended(item):
+                self._departed.setdefault(key, {})[index] = item
+            elif _was_removed(item):
+                self._departed.setdefault(key, {})[f"{labels.get(names.COMPONENT_LABEL)} removed"] = item
         self._changed(key)
 
     def _forget(self, resource: Resource, item: Object) -> None:
@@ -175,6 +181,10 @@ def _has_ended(pod: Object) -> bool:
     return any((item.get("state") or {}).get("terminated") for item in statuses)
 
 
+def _was_removed(pod: Object) -> bool:
+    return is_true(pod.get("status") or {}, "DisruptionTarget")
+
+
 def _version_of(item: Object) -> int:
     return _version(item["metadata"].get("resourceVersion"))
 
@@ -189,10 +199,13 @@ def _version(text: Any) -> int:
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _PLACED = ("resources", "engineArgs", "gpusPerReplica")
-_POD_STATUS = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")
+_POD_STATUS = (
+    *("phase", "reason", "message", "podIP", "nominatedNodeName"),
+    *("conditions", "containerStatuses", "initContainerStatuses"),
+)
 
 
-def _trim(resource: Resource, item: Object) -> Object:
+def trim(resource: Resource, item: Object) -> Object:
     """An object without the fields that the operator does not read: 10,000 pods must fit into memory."""
     metadata = {key: value for key, value in item["metadata"].items() if key != "managedFields"}
     head = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata}
@@ -209,6 +222,8 @@ def _trim(resource: Resource, item: Object) -> Object:
     if resource == PODS:
         status = item.get("status") or {}
         spec = {key: item["spec"][key] for key in ("nodeName",) if key in (item.get("spec") or {})}
+        if status.get("phase") == "Pending":
+            spec |= _placing_part(item.get("spec") or {})
         return head | {"spec": spec, "status": {key: status[key] for key in _POD_STATUS if key in status}}
     rest = {key: value for key, value in item.items() if key not in head}
     if resource.kind == "ConfigMap":
@@ -216,3 +231,19 @@ def _trim(resource: Resource, item: Object) -> Object:
         # Of files that users ship; ours are text.
         rest.pop("binaryData", None)
     return head | rest
+
+
+def _placing_part(spec: Object) -> Object:
+    """What a pod that has not started may be waiting for: its claims and what its containers ask for."""
+    volumes = [
+        {key: volume[key] for key in ("name", "persistentVolumeClaim", "ephemeral") if key in volume}
+        for volume in spec.get("volumes") or ()
+        if "persistentVolumeClaim" in volume or "ephemeral" in volume
+    ]
+    containers = [
+        {"name": item.get("name"), "resources": {"requests": requests}}
+        for item in spec.get("containers") or ()
+        if (requests := (item.get("resources") or {}).get("requests"))
+    ]
+    scheduler = {"schedulerName": spec["schedulerName"]} if "schedulerName" in spec else {}
+    return {"volumes": volumes, "containers": containers, **scheduler}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kuberoll_api.contract import PodProgress
+from kuberoll_operator.signs import NO_SIGNS, Signs
 
 Object = dict[str, Any]
 """A Kubernetes object, as JSON."""
@@ -84,12 +85,14 @@ class Observed:
     Attributes:
         children: By kind and name.
         pods: All pods of the job.
-        departed: Deleted worker pods that had ended, the latest of each shard.
+        departed: Deleted pods of a shard that had ended or that the cluster removed, the latest of each shard; and the
+            latest of each other component that the cluster removed.
         progress: Progress of worker pods that answered, by shard.
         served: Weights of replicas that answered, by replica id.
         errors: Failed writes of this reconcile, by kind and name.
         quota: Cluster-wide objects that its Workload refers to.
         unmountable: What is missing of the ConfigMaps that pods wait for; empty while no pod waits for volumes.
+        signs: What was read about what waits.
     """
 
     children: Mapping[tuple[str, str], Object] = field(default_factory=dict)
@@ -100,6 +103,7 @@ class Observed:
     errors: Mapping[tuple[str, str], WriteError] = field(default_factory=dict)
     quota: ClusterQuota = field(default_factory=ClusterQuota)
     unmountable: Sequence[str] = ()
+    signs: Signs = NO_SIGNS
 
     def get(self, kind: str, name: str) -> Object | None:
         """The child of this kind and name; None if it does not exist."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.paths import format_path
-from kuberoll_operator.model import Object, is_true
-
-_BEFORE_START: Final = frozenset({"ContainerCreating", "PodInitializing"})
+from kuberoll_operator.model import Object
 
 
 class ConfigMapUse(NamedTuple):
@@ -57,16 +55,3 @@ def config_map_uses(job: RolloutJob) -> list[ConfigMapUse]:
             field = f"{format_path(path)}.configMap"
             found.append(ConfigMapUse(field, rows.name, [rows.key], "create it, or correct the name"))
     return found
-
-
-def awaits_volumes(pods: Iterable[Mapping[str, object]]) -> bool:
-    """True if the kubelet has a pod and has started none of its containers: it may be waiting for volumes."""
-    return any(_awaits_volumes(pod) for pod in pods)
-
-
-def _awaits_volumes(pod: Mapping[str, object]) -> bool:
-    status = pod.get("status")
-    if not isinstance(status, Mapping) or status.get("phase") != "Pending" or not is_true(status, "PodScheduled"):
-        return False
-    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
-    return all(((item.get("state") or {}).get("waiting") or {}).get("reason") in _BEFORE_START for item in containers)

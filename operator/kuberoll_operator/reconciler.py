@@ -37,9 +37,10 @@ from kuberoll_operator.kube.errors import (
 from kuberoll_operator.kube.events import EventContent, Recorder
 from kuberoll_operator.kube.quota import QuotaReader
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS, resource_of, resource_of_object
+from kuberoll_operator.kube.sign_reader import SignReader
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key, Object, Observed, Plan, WriteError, is_true, status_of
-from kuberoll_operator.mounts import awaits_volumes, config_map_uses
+from kuberoll_operator.mounts import config_map_uses
 from kuberoll_operator.observe import observe
 from kuberoll_operator.plan import plan
 from kuberoll_operator.polling import ReportPoller
@@ -48,6 +49,8 @@ from kuberoll_operator.servers import claim_refs
 from kuberoll_operator.settings import Settings
 from kuberoll_operator.status.job_status import compute_status, format_time, next_deadline
 from kuberoll_operator.transitions import transitions
+from kuberoll_operator.waiting.causes import awaits_start
+from kuberoll_operator.waiting.questions import questions
 
 SLOW_SECONDS: Final = 60.0
 """Seconds before an error that somebody has to fix (RBAC, quotas, other field managers) is retried."""
@@ -74,6 +77,7 @@ class Reconciler:
         self._now = now
         self._applier = Applier(client)
         self._quota = QuotaReader(client)
+        self._signs = SignReader(client)
 
     async def reconcile(self, key: Key) -> float | None:
         """Reconcile one job once.
@@ -90,6 +94,7 @@ class Reconciler:
             # Kubernetes deletes its children; there is no finalizer of ours.
             self._progress.forget(key)
             self._applier.forget_job(key, gone=True)
+            self._signs.forget(key)
             return None
         if raw["spec"].get("managedBy", names.MANAGED_BY) != names.MANAGED_BY:
             return None
@@ -99,6 +104,7 @@ class Reconciler:
             return await self._reject(raw, error)
         observed = await self._with_quota(job, observe(self._cache, key, raw, self._progress.latest))
         observed = await self._with_unmountable(key, job, observed)
+        observed, next_signs = await self._with_signs(key, observed)
         for name in missing_secrets(observed.pods):
             self._applier.mark_missing(key, name)
         planned = plan(compute_facts(job, raw, observed, self._settings, self._now()))
@@ -123,6 +129,8 @@ class Reconciler:
         # Some things that a queued job waits for are not watched, such as its priority class.
         missing = observed.errors or observed.unmountable
         waits = [SLOW_SECONDS] if missing or new.get("phase") == "Queued" else []
+        if next_signs is not None:
+            waits.append(next_signs)
         if claim_refs(observed):
             # A claim whose sandbox ended in its first minute is replaced later.
             waits.append(SLOW_SECONDS)
@@ -143,13 +151,19 @@ class Reconciler:
 
         They are not the operator's, and so not watched; they are only read while a pod waits for its volumes.
         """
-        if not awaits_volumes(observed.pods):
+        if not any(awaits_start(pod) for pod in observed.pods):
             return observed
         config_maps = resource_of("v1", "ConfigMap")
         problems = [
             use.problem(await self._client.get(config_maps, key.namespace, use.name)) for use in config_map_uses(job)
         ]
         return replace(observed, unmountable=[problem for problem in problems if problem is not None])
+
+    async def _with_signs(self, key: Key, observed: Observed) -> tuple[Observed, float | None]:
+        """The observation with what says why its objects wait, and the seconds until that is to be read again."""
+        now = self._now()
+        signs, due = await self._signs.read(key, questions(observed, now), now)
+        return replace(observed, signs=signs), due
 
     async def _existing_children(self, key: Key, planned: Plan, observed: Observed) -> dict[tuple[str, str], Object]:
         """Existing objects with the names of children that are about to be created.

@@ -9,7 +9,14 @@ from typing import Final, NamedTuple
 from kuberoll_api.conditions import Reason
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
-from kuberoll_operator.backends.pods import PodProblem, diagnose, pod_creation_problem, pods_of, redact
+from kuberoll_operator.backends.pods import (
+    PodProblem,
+    diagnose,
+    first_problem,
+    pod_creation_problem,
+    pods_of,
+    redact,
+)
 from kuberoll_operator.deadlines import parse_time
 from kuberoll_operator.kube.resources import SANDBOX_CLAIMS
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, status_of
@@ -109,7 +116,7 @@ def _numbered(observed: Observed, prefix: str) -> list[Ref]:
     ]
 
 
-def first_problem(states: Sequence[ServerState]) -> ServerState | None:
+def first_unready(states: Sequence[ServerState]) -> ServerState | None:
     """The first whose servers have a problem."""
     return next((state for state in states if state.ready < state.desired and state.problem is not None), None)
 
@@ -168,7 +175,8 @@ def _state(observed: Observed, owner: str, deployment: str, component: str, labe
     # Numbers of an older generation may count pods that are being deleted.
     current = live is not None and status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
     ready = min(desired, int(status.get("readyReplicas", 0))) if current else 0
-    found = diagnose(mine, component) or (None if live is None else pod_creation_problem(live))
+    creation = None if live is None else pod_creation_problem(live)
+    found = first_problem(diagnose(mine, component, observed.signs), creation)
     return ServerState(owner, ready, desired, found)
 
 

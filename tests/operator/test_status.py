@@ -124,7 +124,7 @@ ROWS = [
         ),
         "Starting",
         ["WorkersChecked=False/PodConfigError"],
-        'secret "s3" not found',
+        "container worker: Secret s3 does not exist; create it",
     ),
     Row(
         "what workers need comes too late",
@@ -239,7 +239,7 @@ ROWS = [
         observed(deployment(), pods=engine(**waiting("CreateContainerConfigError", 'secret "hub" not found'))),
         "Starting",
         ["GenerationReady=False/PodConfigError"],
-        'secret "hub" not found',
+        "container generation: Secret hub does not exist; create it",
         BEGUN,
     ),
     Row(

@@ -11,7 +11,16 @@ from kuberoll_api.contract import GENERATION_PORT, fewest_replicas
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.backends.base import GenerationState
-from kuberoll_operator.backends.pods import PodProblem, any_active, diagnose, pods_of, redact, refusal
+from kuberoll_operator.backends.pods import (
+    PodProblem,
+    any_active,
+    diagnose,
+    first_problem,
+    owner_problem,
+    pods_of,
+    redact,
+    refusal,
+)
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true
 from kuberoll_operator.placement import PlacementError, place, placement_problem
 from kuberoll_operator.render.context import RenderContext
@@ -20,6 +29,7 @@ from kuberoll_operator.render.hosting import Hosting, namespaced, tcp
 from kuberoll_operator.render.rayservice import build_rayservice, keep_cluster
 from kuberoll_operator.render.workload import PodSet
 from kuberoll_operator.settings import Settings
+from kuberoll_operator.waiting.questions import ray_cluster_of
 
 _SERVE_LABEL: Final = "ray.io/serve"
 _READY: Final = "Ready"
@@ -91,7 +101,12 @@ class KubeRay:
         status = (live.get("status") or {}) if live is not None and not _is_dying(live) else {}
         desired = self._desired(job, pods)
         full = _is_complete(status)
-        found = _failure(status) or diagnose(pods, "generation") or _unfinished(status)
+        found = first_problem(
+            _failure(status),
+            diagnose(pods, "generation", observed.signs),
+            owner_problem(observed.signs, "RayCluster", ray_cluster_of(live or {})),
+            _unfinished(status),
+        )
         ready = desired if full else self._answering(job, pods, desired, status)
         return GenerationState(
             ready=ready,

@@ -15,6 +15,8 @@ from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.backends.pods import (
     any_active,
     diagnose,
+    first_problem,
+    owner_problem,
     pod_creation_problem,
     pods_of,
     refusal,
@@ -97,7 +99,11 @@ class Native:
         # Numbers of an older generation may count pods that are being deleted.
         current = live is not None and status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
         ready = min(desired, int(status.get("readyReplicas", 0))) if current else 0
-        found = diagnose(pods, "generation") or (pod_creation_problem(live) if live else None)
+        found = first_problem(
+            diagnose(pods, "generation", observed.signs),
+            pod_creation_problem(live) if live else None,
+            owner_problem(observed.signs, "StatefulSet", names.leader_worker_set(job.metadata.name)),
+        )
         return GenerationState(
             ready=ready,
             desired=desired,

@@ -12,11 +12,21 @@ from kuberoll_api import contract
 from kuberoll_api.conditions import Reason
 from kuberoll_operator import names
 from kuberoll_operator.model import Object, condition, is_true
+from kuberoll_operator.signs import NO_SIGNS, Signs
+from kuberoll_operator.waiting import rules
+from kuberoll_operator.waiting.causes import (
+    Claim,
+    claims_of,
+    creation_cause,
+    is_unscheduled,
+    owner_cause,
+    removal_cause,
+    scheduling_cause,
+    start_cause,
+)
+from kuberoll_operator.waiting.rules import Explanation, explain
 
 MESSAGE_CHARACTERS: Final = 1000
-
-# A pod whose kubelet says this is not ready, but not lost.
-_UNREADY_REASONS: Final = frozenset({"ContainersNotReady", "ReadinessGatesNotReady"})
 
 # A container that was killed by a signal has 128 plus the signal's number as exit code.
 _SIGNALS: Final = range(128 + 1, 128 + 65)
@@ -169,7 +179,8 @@ def is_lost(pod: Mapping[str, Any]) -> bool:
     return (
         status.get("phase") == "Running"
         and ready.get("status") == "False"
-        and ready.get("reason") not in _UNREADY_REASONS
+        # The controller changes the status alone; a kubelet also gives a reason.
+        and not ready.get("reason")
         and bool(containers)
         and all(container.get("ready") for container in containers)
     )
@@ -187,19 +198,20 @@ def describe_lost(pods: Iterable[Object]) -> str:
     return f"pod {_name(first)}{others} not heard of since {since}: its node {node} does not answer"
 
 
-def diagnose(pods: Sequence[Object], container: str) -> PodProblem | None:
+def diagnose(pods: Sequence[Object], container: str, signs: Signs = NO_SIGNS) -> PodProblem | None:
     """The problem that keeps pods from being ready: of the first pod that has one, most specific kinds first.
 
     Args:
         pods: Pods, sorted by name.
         container: Name of the container whose exit and message count.
+        signs: What was read about pods that wait.
     """
     living = [pod for pod in pods if not pod.get("metadata", {}).get("deletionTimestamp")]
-    for find in (_image_problem, _pod_problem, _crash, _unscheduled):
+    for find in (_image_problem, _pod_problem, _crash):
         for pod in living:
             if (found := find(pod, container)) is not None:
                 return found
-    return None
+    return first_problem(*(find(pod, signs) for find in (_not_started, _unscheduled) for pod in living))
 
 
 def missing_secrets(pods: Iterable[Object]) -> set[str]:
@@ -225,10 +237,44 @@ def pod_creation_problem(owner: Mapping[str, Any]) -> PodProblem | None:
     failure = condition(owner.get("status") or {}, "ReplicaFailure")
     if failure.get("status") != "True":
         return None
-    message = redact(str(failure.get("message", "")))
-    if "exceeded quota" in message:
-        return PodProblem(Reason.QUOTA, message)
-    return PodProblem(Reason.FORBIDDEN if "forbidden" in message else Reason.INVALID_TEMPLATE, message)
+    return _problem(creation_cause(str(failure.get("message", ""))))
+
+
+def first_problem(*problems: PodProblem | None) -> PodProblem | None:
+    """The first problem; one that only says what is under way only if there is no other."""
+    found = [problem for problem in problems if problem is not None]
+    return next((problem for problem in found if problem.reason != Reason.STARTING), found[0] if found else None)
+
+
+def owner_problem(signs: Signs, kind: str, name: str) -> PodProblem | None:
+    """Reason why the controller of a Job, or of another kind without such a condition, cannot create pods."""
+    found = owner_cause(signs.about(kind, name))
+    return None if found is None else _problem(found)
+
+
+def describe_removed(pods: Sequence[Object]) -> str:
+    """Why the cluster removed a pod of a component, the latest that it removed; empty if another is in its place.
+
+    Args:
+        pods: Of the component, those that are gone, too.
+    """
+    removed = [(_removed_at(pod), pod, found) for pod in pods if (found := removal_cause(pod)) is not None]
+    if not removed:
+        return ""
+    time, pod, found = max(removed, key=lambda item: (item[0], _name(item[1])))
+    if any(_born(other) >= time and is_true(other.get("status") or {}, "Ready") for other in pods if other is not pod):
+        return ""
+    node = (pod.get("spec") or {}).get("nodeName")
+    where = (f" from node {node}" if node else "") + (f" at {time}" if time else "")
+    return f"pod {_name(pod)} was removed{where}: {found.message}"
+
+
+def _born(pod: Object) -> str:
+    return str(pod["metadata"].get("creationTimestamp") or "")
+
+
+def _removed_at(pod: Object) -> str:
+    return str(condition(pod.get("status") or {}, "DisruptionTarget").get("lastTransitionTime") or "")
 
 
 def describe_exit(last: ContainerExit) -> str:
@@ -286,7 +332,8 @@ def _signal_name(number: int) -> str:
 def _image_problem(pod: Object, container: str) -> PodProblem | None:  # noqa: ARG001
     for name, reason, message in _waiting(pod):
         if reason in _IMAGE_REASONS:
-            text = redact(f"container {name}: {message or reason}")
+            told = explain(rules.shorten(message or reason), rules.IMAGES, otherwise=Reason.IMAGE_PULL)
+            text = redact(f"container {name}: {told.message}")
             return PodProblem(Reason.IMAGE_PULL, text, repeats=reason == "ImagePullBackOff")
     return None
 
@@ -294,7 +341,8 @@ def _image_problem(pod: Object, container: str) -> PodProblem | None:  # noqa: A
 def _pod_problem(pod: Object, container: str) -> PodProblem | None:  # noqa: ARG001
     for name, reason, message in _waiting(pod):
         if reason in _POD_REASONS:
-            return PodProblem(Reason.POD_CONFIG, redact(f"container {name}: {message or reason}"))
+            told = explain(rules.shorten(message or reason), rules.CONTAINERS, otherwise=Reason.POD_CONFIG)
+            return PodProblem(Reason.POD_CONFIG, redact(f"container {name}: {told.message}"))
     return None
 
 
@@ -308,16 +356,28 @@ def _crash(pod: Object, container: str) -> PodProblem | None:
         waiting = (status.get("state") or {}).get("waiting") or {}
         # The count never decreases, so the reason of a container that keeps restarting does not flap.
         crashing = waiting.get("reason") == "CrashLoopBackOff" or int(status.get("restartCount", 0)) > 1
-        text = describe_exit(last) if name == container else redact(f"container {name}: {describe_exit(last)}")
+        words = explain(rules.shorten(describe_exit(last)), rules.EXITS, otherwise=Reason.CRASHING).message
+        text = words if name == container else redact(f"container {name}: {words}")
         return PodProblem(Reason.CRASHING if crashing else Reason.ENGINE_FAILED, text)
     return None
 
 
-def _unscheduled(pod: Object, container: str) -> PodProblem | None:  # noqa: ARG001
-    scheduled = condition(pod.get("status") or {}, "PodScheduled")
-    if scheduled.get("status") != "False":
+def _unscheduled(pod: Object, signs: Signs) -> PodProblem | None:
+    if not is_unscheduled(pod):
         return None
-    return PodProblem(Reason.UNSCHEDULABLE, redact(str(scheduled.get("message") or scheduled.get("reason") or "")))
+    known = [name for name in claims_of(pod) if name in signs.claims]
+    claims = [Claim(name, signs.claims[name], signs.about("PersistentVolumeClaim", name)) for name in known]
+    found = scheduling_cause(pod, claims, signs)
+    return None if found is None else _problem(found)
+
+
+def _not_started(pod: Object, signs: Signs) -> PodProblem | None:
+    found = start_cause(pod, signs)
+    return None if found is None else _problem(found._replace(message=f"pod {_name(pod)}: {found.message}"))
+
+
+def _problem(found: Explanation) -> PodProblem:
+    return PodProblem(found.reason, redact(found.message))
 
 
 def _waiting(pod: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

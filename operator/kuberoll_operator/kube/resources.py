@@ -42,6 +42,12 @@ SECRETS: Final = Resource("", "v1", "secrets", "Secret")
 
 EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
 
+CLUSTER_EVENTS: Final = Resource("", "v1", "events", "Event")
+"""Those of others, about what jobs need; only read. The core group's select by the object that they are about."""
+
+PERSISTENT_VOLUME_CLAIMS: Final = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
+"""Those that pods mount; only read."""
+
 CHILDREN: Final = (
     Resource("", "v1", "configmaps", "ConfigMap"),
     Resource("", "v1", "services", "Service"),

@@ -15,16 +15,19 @@ from kuberoll_operator.backends.pods import (
     any_active,
     describe_exit,
     describe_lost,
+    describe_removed,
     diagnose,
+    first_problem,
     is_lost,
+    owner_problem,
     pods_of,
     redact,
 )
 from kuberoll_operator.facts import UNDER_WAY, Cause, Facts, Stage, is_at_rest, is_ours
 from kuberoll_operator.model import Object, Observed, condition, is_true, status_of
-from kuberoll_operator.mounts import awaits_volumes
 from kuberoll_operator.render.servers import claim_names, claimed, served
-from kuberoll_operator.servers import ServerState, first_problem, unready
+from kuberoll_operator.servers import ServerState, first_unready, unready
+from kuberoll_operator.waiting.causes import awaits_start
 
 Json = dict[str, Any]
 
@@ -96,7 +99,7 @@ def _workers_checked(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
     if facts.stage is Stage.CHECKING:
         blocked = facts.name_conflict or _error(observed, job, names.config, names.check)
         living = [pod for pod in pods_of(observed.pods, names.CHECK) if any_active([pod])]
-        problem = _problem(observed, living, "worker")
+        problem = _problem(observed, living, "worker", names.check(job.metadata.name))
         if blocked is not None:
             return False, blocked.reason, blocked.message
         if problem is not None:
@@ -161,7 +164,9 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     if facts.stage is Stage.CHECKING and blocked is None:
         return False, Reason.WAITING_FOR_CHECK, "engines start when the workers' inputs have been checked"
     lost = describe_lost(pods_of(observed.pods, names.GENERATION))
-    count = "; ".join(part for part in (f"{state.ready} of {state.desired} replicas are ready", lost) if part)
+    removed = "" if state.ready >= state.desired else describe_removed(_ever(observed, names.GENERATION))
+    parts = (f"{state.ready} of {state.desired} replicas are ready", lost, removed)
+    count = "; ".join(filter(None, parts))
     cause = Cause(state.reason, state.message)
     if state.repeats and before.get("reason") == state.reason:
         cause = cause._replace(message=str(before.get("message", "")))
@@ -173,6 +178,14 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         return False, blocked.reason, blocked.message
     if lost and not cause.message:
         return False, Reason.NODE_LOST, redact(count)
+    if removed:
+        return (
+            False,
+            _worse(cause.reason, Reason.POD_REMOVED),
+            redact("; ".join(filter(None, (cause.message, removed)))),
+        )
+    if cause.reason == Reason.STARTING and cause.message:
+        return False, cause.reason, redact(f"{count}; {cause.message}")
     return False, cause.reason, cause.message or count
 
 
@@ -251,7 +264,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         if facts.ready:
             unserved = _waits_for_servers(facts, before) or _waits_for_services(facts, before)
             return unserved or (False, Reason.WAITING_FOR_GENERATION, "the workers start next")
-        failing_service = first_problem(facts.services)
+        failing_service = first_unready(facts.services)
         more = "" if failing_service is None else f"; {failing_service.text}"
         text = redact(f"workers start when generation is ready{more}")
         return False, Reason.WAITING_FOR_GENERATION, text
@@ -266,11 +279,14 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     failing = "; trajectories of shard {} failed: {}".format(*failures[0]) if failures else ""
     outages = [(shard, item.waiting) for shard, item in sorted(observed.progress.items()) if item.waiting]
     waiting = "; shard {} waits for {}".format(*outages[0]) if outages else ""
-    without = first_problem([*facts.servers, *facts.services])
+    without = first_unready([*facts.servers, *facts.services])
     servers = "" if without is None else f"; {without.text}"
     gone = f"; {lost}" if lost else ""
+    wanted = min(job.spec.workers.replicas, shards.count - shards.succeeded - len(shards.failed))
+    if running < wanted and (removed := describe_removed(_ever(observed, names.WORKERS))):
+        gone += f"; {removed}"
     text = redact(f"{running} workers are running, {count}{gone}{last}{failing}{waiting}{servers}")
-    problem = _problem(observed, living, "worker")
+    problem = _problem(observed, living, "worker", names.workers(job.metadata.name))
     if lost and not running:
         return False, Reason.NODE_LOST, text
     if running or (before.get("status") == "True" and problem is None):
@@ -282,9 +298,19 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     return False, Reason.CRASHING if bad else Reason.STARTING, text
 
 
+def _ever(observed: Observed, component: str) -> list[Object]:
+    """Pods of a component, those that are gone, too."""
+    return pods_of([*observed.pods, *observed.departed], component)
+
+
+def _worse(reason: str, other: str) -> str:
+    """The reason of what is under way gives way to another one."""
+    return other if reason == Reason.STARTING else reason
+
+
 def _finishing(facts: Facts) -> Verdict:
     job, observed = facts.job, facts.observed
-    problem = _problem(observed, pods_of(observed.pods, names.FINISH), "finish")
+    problem = _problem(observed, pods_of(observed.pods, names.FINISH), "finish", names.finish(job.metadata.name))
     found = facts.name_conflict or _error(observed, job, names.config, names.finish) or problem
     return (
         (False, found.reason, found.message)
@@ -303,12 +329,12 @@ def _stopped(before: Mapping[str, Any], facts: Facts, *, gone: bool) -> Verdict:
     return before["status"] == "True", before["reason"], before.get("message", "")
 
 
-def _problem(observed: Observed, pods: Sequence[Object], container: str) -> PodProblem | None:
-    """The problem that keeps these pods from being ready; None if there is none."""
-    found = diagnose(pods, container)
-    if found is None and observed.unmountable and awaits_volumes(pods):
+def _problem(observed: Observed, pods: Sequence[Object], container: str, job: str) -> PodProblem | None:
+    """The problem that keeps the pods of a Job from being ready; None if there is none."""
+    if observed.unmountable and any(awaits_start(pod) for pod in pods):
+        # They name the job's own fields.
         return PodProblem(Reason.POD_CONFIG, redact("; ".join(observed.unmountable)))
-    return found
+    return first_problem(diagnose(pods, container, observed.signs), owner_problem(observed.signs, "Job", job))
 
 
 def _stable_message(problem: PodProblem, before: Mapping[str, Any]) -> tuple[str, str]:
