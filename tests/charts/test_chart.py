@@ -230,6 +230,8 @@ def test_rights_are_exactly_these() -> None:
         ("kueue.x-k8s.io", "resourceflavors"): {"get"},
         ("kueue.x-k8s.io", "workloadpriorityclasses"): {"get"},
         ("", "pods"): {"get", "list", "watch"},
+        ("", "events"): {"list"},
+        ("", "persistentvolumeclaims"): {"get"},
         ("", "secrets"): {"create"},
         ("events.k8s.io", "events"): {"create", "patch"},
     }

@@ -25,6 +25,7 @@ from kuberoll_operator.kube.resources import (
     CHILDREN,
     EVENTS,
     LEASES,
+    PERSISTENT_VOLUME_CLAIMS,
     PODS,
     RESOURCE_FLAVORS,
     ROLLOUT_JOBS,
@@ -44,6 +45,7 @@ RESOURCES = {
         PODS,
         EVENTS,
         LEASES,
+        PERSISTENT_VOLUME_CLAIMS,
         ROLLOUT_JOBS,
         SECRETS,
         RESOURCE_FLAVORS,
@@ -220,7 +222,7 @@ class Emulator:
             selector = asked.query.get("labelSelector", "")
             if "watch" in asked.query:
                 return await self._watch(request, resource, namespace, selector)
-            return self._list(resource, namespace, selector)
+            return self._list(resource, namespace, selector, asked.query.get("fieldSelector", ""))
         # What is of the whole cluster is kept under no namespace.
         namespace = namespace or ""
         if rest[1:] == ["log"]:
@@ -314,11 +316,14 @@ class Emulator:
             ):
                 queue.put_nowait((kind, copy.deepcopy(item)))
 
-    def _list(self, resource: Resource, namespace: str | None, selector: str) -> web.Response:
+    def _list(self, resource: Resource, namespace: str | None, selector: str, fields: str) -> web.Response:
         items = [
             item
             for place, item in self._objects.items()
-            if place[0] == resource and namespace in (None, place[1]) and _selects(selector, item)
+            if place[0] == resource
+            and namespace in (None, place[1])
+            and _selects(selector, item)
+            and all(_has_field(part, item) for part in filter(None, fields.split(",")))
         ]
         metadata = {"resourceVersion": str(self._version)}
         head = {"kind": f"{resource.kind}List", "apiVersion": resource.api_version}
@@ -411,6 +416,14 @@ def _selects(selector: str, item: Object) -> bool:
         if key not in labels or (value and labels[key] != value):
             return False
     return True
+
+
+def _has_field(wanted: str, item: Object) -> bool:
+    path, _, value = wanted.partition("=")
+    found: Any = item
+    for key in path.split("."):
+        found = found.get(key, "") if isinstance(found, dict) else ""
+    return bool(found == value)
 
 
 def _status(code: int, body: Object, headers: dict[str, str] | None = None) -> web.Response:

@@ -26,6 +26,7 @@ from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.polling import ReportPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.reconciler import Pool, Reconciler
+from tests.operator import waiting_cases
 from tests.operator.emulator import Emulator, Fault, in_virtual_time
 from tests.operator.support import NAMESPACE, SETTINGS, checked_manifest, manifest, pod, waiting
 
@@ -455,6 +456,96 @@ async def test_a_config_map_that_a_pod_waits_for(tmp_path: Path) -> None:
         it.server.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "binaryData": {"a.py": ""}})
         await it.settle()
         assert checked(it)["reason"] == "Checking"
+
+
+async def test_a_pod_that_cannot_mount_says_so_and_then_no_more(tmp_path: Path) -> None:
+    case = waiting_cases.load("secret-volume-missing")
+    [found] = [item for item in case["objects"] if item["kind"] == "Pod"]
+    async with bench(tmp_path) as it:
+        it.server.put({**it.job, "status": {}})
+        await it.settle()
+        it.set_status("jobs", "puzzle-check", {"active": 1})
+        metadata = pod("check")["metadata"] | {"namespace": NAMESPACE, "uid": found["metadata"]["uid"]}
+        born = it.now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        metadata |= {"name": found["metadata"]["name"], "creationTimestamp": born}
+        status = {**found["status"], "conditions": [{**found["status"]["conditions"][0], "lastTransitionTime": born}]}
+        waits = {**found, "metadata": metadata, "status": status}
+        it.server.put(waits)
+        for item in case["events"]:
+            it.server.put(
+                {**item, "metadata": {**item["metadata"], "namespace": NAMESPACE}, "apiVersion": "v1", "kind": "Event"}
+            )
+        it.server.put(
+            {
+                "apiVersion": "v1",
+                "kind": "Event",
+                "metadata": {"name": "other", "namespace": NAMESPACE},
+                "reason": "FailedMount",
+                "message": "of another pod",
+                "involvedObject": {"kind": "Pod", "name": "other"},
+            }
+        )
+        # Nothing is asked in the first seconds, and it is looked at again after them.
+        again = await it.settle()
+        assert again is not None
+        assert 0 < again <= 5
+        assert checked(it)["reason"] == "Checking"
+        it.now += timedelta(seconds=again + 0.1)
+        again = await it.settle()
+        assert again is not None
+        assert again <= 25
+        assert checked(it)["reason"] == "PodConfigError"
+        assert "volume v: Secret creds does not exist; create it, or correct the name" in checked(it)["message"]
+        read = [item for item in it.server.requests if item.plural == "events" and item.method == "GET"]
+        assert len(read) == 1
+        await it.settle()
+        assert len([item for item in it.server.requests if item.plural == "events" and item.method == "GET"]) == 1
+
+        # It starts: the event is still there, and is not told any more.
+        running = pod("check", container={"ready": True, "state": {"running": {}}})["status"]
+        it.server.put({**waits, "status": {**running, "phase": "Running"}})
+        it.now += timedelta(seconds=20)
+        await it.settle()
+        assert checked(it)["reason"] == "Checking"
+
+
+async def test_a_quota_that_lets_no_worker_start_is_told(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        it.generation_is_ready()
+        await it.settle()
+        [live] = [item for item in it.server.all("jobs") if item["metadata"]["name"] == "puzzle-workers"]
+        refused = next(
+            item for item in waiting_cases.load("quota-gpu-job")["events"] if item["reason"] == "FailedCreate"
+        )
+        regarding = {"kind": "Job", "name": "puzzle-workers", "uid": live["metadata"]["uid"]}
+        it.server.put(
+            {
+                **refused,
+                "apiVersion": "v1",
+                "kind": "Event",
+                "metadata": {"name": "refused", "namespace": NAMESPACE},
+                "involvedObject": regarding,
+            }
+        )
+        it.now += timedelta(seconds=30)
+        await it.settle()
+        ready = condition(it.job["status"], conditions.WORKERS_READY)
+        assert (ready["status"], ready["reason"]) == ("False", "QuotaExceeded")
+        assert "exceeded quota: team-quota, requested: requests.nvidia.com/gpu=8" in ready["message"]
+
+
+async def test_an_operator_that_may_not_read_events_goes_on(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        it.generation_is_ready()
+        words = {"reason": "Forbidden", "message": "events is forbidden"}
+        it.server.faults.append(
+            Fault(lambda asked: asked.plural == "events" and asked.method == "GET", 403, words, times=None)
+        )
+        it.now += timedelta(seconds=30)
+        await it.settle()
+        assert condition(it.job["status"], conditions.WORKERS_READY)["reason"] == "Starting"
 
 
 def checked(it: Bench) -> Object:

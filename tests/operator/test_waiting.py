@@ -83,7 +83,7 @@ WORDS = {
     "pod-security-job": ("Forbidden", 'violates PodSecurity "restricted:latest"', "remove what it names"),
     "post-start-hook": ("PodConfigError", "exited with 4", "correct the hook"),
     "preempted": ("PodRemoved", "preempting to accommodate a higher priority pod", "a priorityClassName"),
-    "preempting": ("Unschedulable", "pods of lower priority on node", "are ending to make room"),
+    "preempting": ("Unschedulable", "is kept for it until pods of lower priority there have ended", "or its volumes"),
     "priority-class-missing-job": ("Forbidden", "PriorityClass training-high does not exist", "create it"),
     "projected-secret-missing": ("PodConfigError", "volume v: Secret creds does not exist", "create it"),
     "pvc-access-mode": ("VolumeNotReady", "PersistentVolumeClaim data: no volume plugin", "create a PersistentVolume"),
@@ -326,7 +326,7 @@ class Api:
 KEY = Key("rollouts", "puzzle")
 
 
-async def reads(asked: Sequence[Question], seconds: int) -> tuple[Api, list[float]]:
+async def reads(asked: Sequence[Question], seconds: int) -> tuple[Api, list[int]]:
     """When an API server is asked, if the reader is called when it wants to be, and often beside."""
     api, at = Api(), []
     reader = SignReader(api)  # type: ignore[arg-type]

@@ -99,7 +99,8 @@ def scheduling_cause(pod: Mapping[str, Any], claims: Sequence[Claim], signs: Sig
         return found._replace(reason=Reason.STARTING)
     node = status_of(pod).get("nominatedNodeName")
     if node:
-        words = f"pods of lower priority on node {node} are ending to make room"
+        # The scheduler also names the node while volumes are made for it.
+        words = f"node {node} is kept for it until pods of lower priority there have ended, or its volumes are made"
         return Explanation("preempting", Reason.UNSCHEDULABLE, f"{words}; {found.message}")
     if said := autoscaler_words(signs.about("Pod", str(pod["metadata"].get("name")))):
         found = found._replace(message=f"{found.message}; {said}")
