@@ -17,6 +17,7 @@ from kuberoll_operator import model
 from kuberoll_operator.backends.pods import ContainerExit, describe_exit, redact
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import Object, Observed, ServedWeights, WriteError
+from kuberoll_operator.signs import ClusterEvent, Signs
 from kuberoll_operator.status.job_status import compute_status, next_deadline
 from tests.operator.support import (
     SETTINGS,
@@ -82,6 +83,41 @@ def on_lost_node(pod: Object, *, reason: str | None = None) -> Object:
     if reason is not None:
         ready["reason"] = reason
     return {**pod, "spec": {"nodeName": "node-b"}, "status": {**pod["status"], "conditions": [ready]}}
+
+
+def born(pod: Object, seconds: float) -> Object:
+    """A pod that was made at a time."""
+    return {**pod, "metadata": {**pod["metadata"], "creationTimestamp": stamp(seconds)}}
+
+
+def elsewhere(pod: Object) -> Object:
+    """A pod with a node, and without its volumes."""
+    scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": stamp(0)}
+    return {**pod, "status": {**pod["status"], "conditions": [scheduled]}}
+
+
+MULTI_ATTACH = Signs(
+    events={
+        ("Pod", "puzzle-workers-1"): [
+            ClusterEvent(
+                "Warning", "FailedAttachVolume", 'Multi-Attach error for volume "v" Volume is in use', stamp(9)
+            )
+        ]
+    },
+    time=at(60),
+)
+
+
+def preempted(pod: Object) -> Object:
+    """A pod in whose place another one runs."""
+    disrupted = {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "reason": "PreemptionByScheduler",
+        "message": "default-scheduler: preempting to accommodate a higher priority pod",
+        "lastTransitionTime": stamp(30),
+    }
+    return {**pod, "spec": {"nodeName": "node-b"}, "status": {**pod["status"], "conditions": [disrupted]}}
 
 
 class Row(NamedTuple):
@@ -556,6 +592,64 @@ ROWS = [
         ["WorkersReady=True/Running"],
         "shard 3 was retried after: disk full",
         WITH_WORKERS,
+    ),
+    Row(
+        "no worker runs any more, and none is made",
+        observed(deployment(2), workers_job()),
+        "Running",
+        ["WorkersReady=False/Starting"],
+        "0 workers are running, 0 of 4 shards are done",
+        WITH_WORKERS,
+    ),
+    Row(
+        "the next worker starts",
+        observed(deployment(2), workers_job(active=1), pods=[born(pod("workers", "3", phase="Pending", shard=3), 40)]),
+        "Running",
+        ["WorkersReady=True/Running"],
+        "0 workers are running, 0 of 4 shards are done",
+        WITH_WORKERS,
+    ),
+    Row(
+        "the next worker does not start",
+        observed(deployment(2), workers_job(active=1), pods=[born(pod("workers", "3", phase="Pending", shard=3), 20)]),
+        "Running",
+        ["WorkersReady=False/Starting"],
+        "0 workers are running, 0 of 4 shards are done",
+        WITH_WORKERS,
+    ),
+    Row(
+        "one worker runs, and the others' volume is attached elsewhere",
+        replace(
+            observed(
+                deployment(2),
+                workers_job(active=2),
+                pods=[
+                    pod("workers", "0", shard=0, container={"ready": True, "state": {"running": {}}}),
+                    elsewhere(pod("workers", "1", phase="Pending", shard=1)),
+                ],
+            ),
+            signs=MULTI_ATTACH,
+        ),
+        "Running",
+        ["WorkersReady=True/Running"],
+        "1 workers are running, 0 of 4 shards are done; pod puzzle-workers-1: Multi-Attach error",
+        WITH_WORKERS,
+    ),
+    Row(
+        "preempted workers that nothing replaces yet",
+        replace(observed(deployment(2), workers_job()), departed=[preempted(pod("workers", "0", shard=0))]),
+        "Running",
+        ["WorkersReady=False/Starting"],
+        "pod puzzle-workers-0 was removed from node node-b at 2026-03-01T12:00:30Z: PreemptionByScheduler",
+        WITH_WORKERS,
+    ),
+    Row(
+        "a preempted engine",
+        replace(observed(deployment(1)), departed=[preempted(pod("generation"))]),
+        "Starting",
+        ["GenerationReady=False/PodRemoved"],
+        "1 of 2 replicas are ready; pod puzzle-generation-a was removed from node node-b",
+        BEGUN,
     ),
     Row(
         "suspended mid-run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Final
 
 from kuberoll_api import conditions, contract
@@ -23,6 +24,7 @@ from kuberoll_operator.backends.pods import (
     pods_of,
     redact,
 )
+from kuberoll_operator.deadlines import parse_time
 from kuberoll_operator.facts import UNDER_WAY, Cause, Facts, Stage, is_at_rest, is_ours
 from kuberoll_operator.model import Object, Observed, condition, is_true, status_of
 from kuberoll_operator.render.servers import claim_names, claimed, served
@@ -33,6 +35,9 @@ Json = dict[str, Any]
 
 # Status, reason and message of a condition.
 Verdict = tuple[bool, str, str]
+
+# Seconds in which the pod in the place of another one starts, and the workers count as ready.
+_NEW_SECONDS: Final = 30
 
 # The version of the model's own weights.
 _OWN_VERSION: Final = "0"
@@ -176,17 +181,13 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         return True, Reason.READY, redact("; ".join(part for part in (count, state.note, words) if part))
     if blocked:
         return False, blocked.reason, blocked.message
-    if lost and not cause.message:
-        return False, Reason.NODE_LOST, redact(count)
-    if removed:
-        return (
-            False,
-            _worse(cause.reason, Reason.POD_REMOVED),
-            redact("; ".join(filter(None, (cause.message, removed)))),
-        )
-    if cause.reason == Reason.STARTING and cause.message:
-        return False, cause.reason, redact(f"{count}; {cause.message}")
-    return False, cause.reason, cause.message or count
+    if cause.message and cause.reason != Reason.STARTING and not removed:
+        return False, cause.reason, cause.message
+    reason = cause.reason
+    if reason == Reason.STARTING:
+        # What is under way gives way to what has happened.
+        reason = Reason.NODE_LOST if lost else Reason.POD_REMOVED if removed else reason
+    return False, reason, redact("; ".join(filter(None, (count, cause.message))))
 
 
 def _weights_served(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
@@ -285,11 +286,14 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     wanted = min(job.spec.workers.replicas, shards.count - shards.succeeded - len(shards.failed))
     if running < wanted and (removed := describe_removed(_ever(observed, names.WORKERS))):
         gone += f"; {removed}"
-    text = redact(f"{running} workers are running, {count}{gone}{last}{failing}{waiting}{servers}")
     problem = _problem(observed, living, "worker", names.workers(job.metadata.name))
+    # Those that run do not say what keeps the others from it.
+    held = f"; {problem.message}" if problem is not None and running < wanted else ""
+    text = redact(f"{running} workers are running, {count}{gone}{held}{last}{failing}{waiting}{servers}")
     if lost and not running:
         return False, Reason.NODE_LOST, text
-    if running or (before.get("status") == "True" and problem is None):
+    on_its_way = shards.active > len(living) or any(_is_new(pod, facts.now) for pod in living)
+    if running or (before.get("status") == "True" and problem is None and on_its_way):
         return True, Reason.RUNNING, text
     if problem is not None:
         return False, *_stable_message(problem, before)
@@ -298,14 +302,14 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     return False, Reason.CRASHING if bad else Reason.STARTING, text
 
 
+def _is_new(pod: Object, now: datetime) -> bool:
+    born = parse_time(pod["metadata"].get("creationTimestamp"))
+    return born is not None and (now - born).total_seconds() < _NEW_SECONDS
+
+
 def _ever(observed: Observed, component: str) -> list[Object]:
     """Pods of a component, those that are gone, too."""
     return pods_of([*observed.pods, *observed.departed], component)
-
-
-def _worse(reason: str, other: str) -> str:
-    """The reason of what is under way gives way to another one."""
-    return other if reason == Reason.STARTING else reason
 
 
 def _finishing(facts: Facts) -> Verdict:
