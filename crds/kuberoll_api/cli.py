@@ -187,7 +187,8 @@ def _check_for_cluster(manifest: Manifest, file: Path) -> None:
     from kuberoll_api.manifest.cluster import check_for_cluster
     from kuberoll_api.manifest.loading import ManifestError
 
-    checks = [(item, check_for_cluster(item.job, file.parent)) for item in manifest.jobs]
+    others = [document.value for document in manifest.others]
+    checks = [(item, check_for_cluster(item.job, file.parent, others=others)) for item in manifest.jobs]
     for item, check in checks:
         for note in check.notes:
             click.echo(str(item.mistake(note.path, f"note: {note.message}")))

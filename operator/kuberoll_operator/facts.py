@@ -13,6 +13,7 @@ from kuberoll_api import conditions, contract
 from kuberoll_api.conditions import Reason
 from kuberoll_api.contract import FinishMessage
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.output_claims import claim_problem
 from kuberoll_api.output_location import InvalidOutput, output_of
 from kuberoll_operator import names, queueing
 from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of, runs_in_job
@@ -330,7 +331,10 @@ def _failure(
     if job.spec.suspend or finish.done:
         # A suspended job can still be fixed: its spec may be edited.
         return None
-    if (problem := spec_problem(job, backend, settings)) is not None:
+    claim = observed.output_claim
+    problem = spec_problem(job, backend, settings)
+    problem = problem or claim_problem(job.spec.output.uri, job.spec.workers.replicas, claim)
+    if problem is not None:
         return Cause(Reason.INVALID_SPEC, problem)
     for (kind, name), error in sorted(observed.errors.items()):
         if error.reason in FATAL_WRITE_ERRORS:

@@ -93,6 +93,7 @@ class Observed:
         quota: Cluster-wide objects that its Workload refers to.
         unmountable: What is missing of the ConfigMaps that pods wait for; empty while no pod waits for volumes.
         signs: What was read about what waits.
+        output_claim: The PersistentVolumeClaim of the output, while there are no workers; None if it is not known.
     """
 
     children: Mapping[tuple[str, str], Object] = field(default_factory=dict)
@@ -104,6 +105,7 @@ class Observed:
     quota: ClusterQuota = field(default_factory=ClusterQuota)
     unmountable: Sequence[str] = ()
     signs: Signs = NO_SIGNS
+    output_claim: Object | None = None
 
     def get(self, kind: str, name: str) -> Object | None:
         """The child of this kind and name; None if it does not exist."""

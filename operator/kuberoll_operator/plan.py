@@ -11,6 +11,7 @@ from typing import Any
 
 from kuberoll_api import conditions, contract
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.output_claims import is_of_one_node
 from kuberoll_operator import names, queueing, render
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.pods import (
@@ -101,6 +102,7 @@ def render_context(facts: Facts) -> RenderContext:
         hosting=facts.hosting,
         shards=facts.shards.count,
         assignments=facts.quota.assignments,
+        together=job.spec.workers.replicas > 1 and is_of_one_node(facts.observed.output_claim),
         tokens={scope: settings.token_of(raw["metadata"]["uid"], scope) for scope in contract.SCOPES},
         environment_tokens={
             spec.name: settings.token_of(raw["metadata"]["uid"], f"environment/{spec.name}") for _, spec in served(job)

@@ -16,6 +16,7 @@ from kuberoll_api import conditions
 from kuberoll_api.conditions import Reason
 from kuberoll_api.manifest.mistakes import explain
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.output_claims import output_claim
 from kuberoll_api.paths import format_path
 from kuberoll_operator import names, queueing
 from kuberoll_operator.backends.pods import missing_secrets
@@ -23,6 +24,7 @@ from kuberoll_operator.cache import Cache
 from kuberoll_operator.defaults import with_defaults
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.kube.apply import CREATE_ONLY_KINDS, Applier
+from kuberoll_operator.kube.claim_reader import ClaimReader
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import (
     ApiError,
@@ -78,6 +80,7 @@ class Reconciler:
         self._applier = Applier(client)
         self._quota = QuotaReader(client)
         self._signs = SignReader(client)
+        self._claims = ClaimReader(client)
 
     async def reconcile(self, key: Key) -> float | None:
         """Reconcile one job once.
@@ -103,6 +106,7 @@ class Reconciler:
         except ValidationError as error:
             return await self._reject(raw, error)
         observed = await self._with_quota(job, observe(self._cache, key, raw, self._progress.latest))
+        observed = await self._with_output_claim(key, job, observed)
         observed = await self._with_unmountable(key, job, observed)
         observed, next_signs = await self._with_signs(key, observed)
         for name in missing_secrets(observed.pods):
@@ -145,6 +149,13 @@ class Reconciler:
             return observed
         flavors = queueing.flavors_of(observed.get("Workload", names.workload(job.metadata.name)))
         return replace(observed, quota=await self._quota.read(flavors, queueing.priority_class_of(job)))
+
+    async def _with_output_claim(self, key: Key, job: RolloutJob, observed: Observed) -> Observed:
+        """The observation with the claim of the output, while there are no workers whose pods could not change."""
+        name, live = output_claim(job.spec.output.uri), observed.get("Job", names.workers(job.metadata.name))
+        if name is None or (live is not None and not live["spec"].get("suspend")):
+            return observed
+        return replace(observed, output_claim=await self._claims.read(key.namespace, name))
 
     async def _with_unmountable(self, key: Key, job: RolloutJob, observed: Observed) -> Observed:
         """The observation with what is missing of the ConfigMaps that pods wait for.

@@ -272,3 +272,33 @@ def test_a_job_that_cannot_be_read_is_still_a_mistake(tmp_path: Path) -> None:
     with file.open("w") as out:
         YAML().dump({"apiVersion": "kuberoll.io/v1alpha1", "kind": "RolloutJob", "metadata": {"name": "a"}}, out)
     assert validate("--cluster", file)[0] == 2
+
+
+def claim(*modes: str, name: str = "runs") -> dict[str, Any]:
+    """A PersistentVolumeClaim beside a job."""
+    return {"kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": {"accessModes": list(modes)}}
+
+
+@pytest.mark.parametrize(
+    ("modes", "replicas", "problems", "notes"),
+    [
+        (["ReadWriteMany"], 3, [], []),
+        (["ReadWriteOnce", "ReadWriteMany"], 3, [], []),
+        (["ReadWriteOnce"], 1, [], []),
+        (["ReadWriteOnce"], 3, [], ["so that all 3 workers run on one node, which must have room for them"]),
+        (["ReadWriteOncePod"], 1, [], []),
+        (["ReadWriteOncePod"], 3, ["takes one pod at a time, and spec.workers.replicas is 3; use ReadWriteMany"], []),
+        (["ReadOnlyMany"], 1, ["is of access mode ReadOnlyMany: workers write to it"], []),
+        ([], 3, [], []),
+    ],
+)
+def test_a_claim_beside_a_job_says_who_can_write_to_it(
+    modes: list[str], replicas: int, problems: list[str], notes: list[str], tmp_path: Path
+) -> None:
+    wanted = job(workers={"replicas": replicas}, output={"uri": "pvc://runs/first"})
+    other = claim("ReadOnlyMany", name="other")
+    found = check_for_cluster(wanted, tmp_path, others=[other, {"kind": "Secret"}, claim(*modes)])
+    for expected, told in ((problems, found.problems), (notes, found.notes)):
+        about = [finding.message for finding in told if finding.path == ("spec", "output", "uri")]
+        assert len(about) == len(expected)
+        assert all(words in message for words, message in zip(expected, about, strict=True))

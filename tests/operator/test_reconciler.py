@@ -535,6 +535,85 @@ async def test_a_quota_that_lets_no_worker_start_is_told(tmp_path: Path) -> None
         assert "exceeded quota: team-quota, requested: requests.nvidia.com/gpu=8" in ready["message"]
 
 
+def volume(*modes: str) -> Object:
+    """The claim of the output."""
+    metadata = {"name": "runs", "namespace": NAMESPACE}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata,
+        "spec": {"accessModes": list(modes), "storageClassName": "gp3"},
+        "status": {"phase": "Bound"},
+    }
+
+
+def workers_affinity(it: Bench) -> Any:
+    """That of the workers' pods."""
+    [live] = [item for item in it.server.all("jobs") if item["metadata"]["name"] == "puzzle-workers"]
+    return live["spec"]["template"]["spec"].get("affinity")
+
+
+@pytest.mark.parametrize(
+    ("modes", "replicas", "together"),
+    [(["ReadWriteOnce"], 2, True), (["ReadWriteOnce"], 1, False), (["ReadWriteMany"], 2, False), ([], 2, False)],
+)
+async def test_workers_of_a_volume_of_one_node_are_kept_together(
+    tmp_path: Path, modes: list[str], replicas: int, together: bool
+) -> None:
+    async with bench(tmp_path, output={"uri": "pvc://runs/a"}, workers={"replicas": replicas}) as it:
+        if modes:
+            it.server.put(volume(*modes))
+        await it.settle()
+        it.generation_is_ready()
+        await it.settle()
+        affinity = workers_affinity(it)
+        if not together:
+            assert affinity is None
+            return
+        [term] = affinity["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        labels = {"kuberoll.io/job": "puzzle", "app.kubernetes.io/component": "workers"}
+        assert term["labelSelector"] == {"matchLabels": labels}
+        asked = [item for item in it.server.requests if item.plural == "persistentvolumeclaims"]
+        assert len(asked) == 1
+        # The claim goes; what runs keeps its shape.
+        it.server.remove("persistentvolumeclaims", NAMESPACE, "runs")
+        written = len(it.server.writes("jobs"))
+        await it.settle()
+        assert workers_affinity(it) == affinity
+        assert len(it.server.writes("jobs")) == written
+
+
+async def test_a_users_affinity_stays_beside_that_of_the_volume(tmp_path: Path) -> None:
+    own: Object = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    workers = {"podTemplate": {"spec": {"affinity": own}}}
+    async with bench(tmp_path, output={"uri": "pvc://runs/a"}, workers=workers) as it:
+        it.server.put(volume("ReadWriteOnce"))
+        await it.settle()
+        it.generation_is_ready()
+        await it.settle()
+        assert set(workers_affinity(it)) == {"nodeAffinity", "podAffinity"}
+
+
+async def test_several_workers_on_a_volume_of_one_pod_are_refused(tmp_path: Path) -> None:
+    async with bench(tmp_path, output={"uri": "pvc://runs/a"}) as it:
+        it.server.put(volume("ReadWriteOncePod"))
+        await it.settle()
+        failed = condition(it.job["status"], conditions.FAILURE_TARGET)
+        assert failed["reason"] == "InvalidSpec"
+        assert failed["message"].startswith("spec.output.uri: the claim runs is of access mode ReadWriteOncePod")
+
+
+async def test_an_operator_that_may_not_read_claims_goes_on(tmp_path: Path) -> None:
+    async with bench(tmp_path, output={"uri": "pvc://runs/a"}) as it:
+        words = {"reason": "Forbidden", "message": "persistentvolumeclaims is forbidden"}
+        it.server.faults.append(Fault(lambda asked: asked.plural == "persistentvolumeclaims", 403, words, times=None))
+        await it.settle()
+        it.generation_is_ready()
+        await it.settle()
+        assert workers_affinity(it) is None
+
+
 async def test_an_operator_that_may_not_read_events_goes_on(tmp_path: Path) -> None:
     async with bench(tmp_path) as it:
         await it.settle()

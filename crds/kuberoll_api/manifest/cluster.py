@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, Final
@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from kuberoll_api.manifest.beside import FilesBeside, Finding, files_beside
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.output_claims import claim_problem, is_of_one_node, output_claim
 from kuberoll_api.output_location import InvalidOutput, output_of
 from kuberoll_api.paths import Path
 
@@ -37,12 +38,19 @@ class ClusterCheck:
     beside: FilesBeside
 
 
-def check_for_cluster(job: RolloutJob, base: FilePath, *, include: tuple[str, ...] = ()) -> ClusterCheck:
+def check_for_cluster(
+    job: RolloutJob,
+    base: FilePath,
+    *,
+    include: tuple[str, ...] = (),
+    others: Sequence[Mapping[str, Any]] = (),
+) -> ClusterCheck:
     """Check whether a job can be applied to a cluster, as far as its manifest and the files beside it tell.
 
     Args:
         base: The manifest's directory.
         include: Patterns of further files to ship.
+        others: The manifest's objects of other APIs; a PersistentVolumeClaim among them says who can write to it.
 
     Raises:
         OSError: A file beside the manifest cannot be read.
@@ -50,8 +58,13 @@ def check_for_cluster(job: RolloutJob, base: FilePath, *, include: tuple[str, ..
     beside = FilesBeside(files={})
     if job.spec.workers.files is None:
         beside = files_beside(job, base, include=include)
-    problems = [*_output_problems(job), *_model_problems(job, base), *_local_services(job), *beside.problems]
-    notes = [*_missing_output(job), *_mounted_models(job), *_missing_gpus(job), *beside.notes]
+    claim = _claim_of(job, others)
+    problems = [
+        *(*_output_problems(job), *_claim_problems(job, claim), *_model_problems(job, base)),
+        *(*_local_services(job), *beside.problems),
+    ]
+    notes = [*_missing_output(job), *_claim_notes(job, claim), *_mounted_models(job), *_missing_gpus(job)]
+    notes += beside.notes
     return ClusterCheck(problems=tuple(problems), notes=tuple(notes), beside=beside)
 
 
@@ -62,6 +75,35 @@ def _output_problems(job: RolloutJob) -> Iterator[Finding]:
         output_of(job.spec.output.uri)
     except InvalidOutput as error:
         yield Finding(("spec", "output", "uri"), str(error).removeprefix("spec.output.uri: "))
+
+
+def _claim_of(job: RolloutJob, others: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    name = output_claim(job.spec.output.uri)
+    for item in others:
+        metadata = item.get("metadata")
+        if (
+            item.get("kind") == "PersistentVolumeClaim"
+            and isinstance(metadata, Mapping)
+            and metadata.get("name") == name
+        ):
+            return item
+    return None
+
+
+def _claim_problems(job: RolloutJob, claim: Mapping[str, Any] | None) -> Iterator[Finding]:
+    problem = claim_problem(job.spec.output.uri, job.spec.workers.replicas, claim)
+    if problem is not None:
+        yield Finding(("spec", "output", "uri"), problem.removeprefix("spec.output.uri: "))
+
+
+def _claim_notes(job: RolloutJob, claim: Mapping[str, Any] | None) -> Iterator[Finding]:
+    if job.spec.workers.replicas > 1 and is_of_one_node(claim):
+        yield Finding(
+            ("spec", "output", "uri"),
+            f"the claim {output_claim(job.spec.output.uri)} is ReadWriteOnce, so that all {job.spec.workers.replicas} "
+            "workers run on one node, which must have room for them; a ReadWriteMany claim or an object store spreads "
+            "them",
+        )
 
 
 def _missing_output(job: RolloutJob) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
+from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.render.access import direct_token_variables
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
@@ -49,6 +50,7 @@ def worker_template(context: RenderContext, component: str, *, arguments: Sequen
         read_only=True,
         ports=[{"name": "metrics", "containerPort": contract.PROGRESS_PORT}],
     )
+    affinity = _together(context) if context.together and component == names.WORKERS else {}
     return pod_template(
         context,
         spec,
@@ -57,9 +59,18 @@ def worker_template(context: RenderContext, component: str, *, arguments: Sequen
         volumes=volumes,
         grace_seconds=GRACE_SECONDS,
         restart_policy="Never",
-        over=spec.pod_template,
+        over=merge(affinity, spec.pod_template or {}),
         pod_set=names.WORKERS,
     )
+
+
+def _together(context: RenderContext) -> Object:
+    """Part of a pod template that keeps a job's workers on one node; the first of them chooses it."""
+    term = {
+        "labelSelector": {"matchLabels": names.selector(context.name, names.WORKERS)},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    return {"spec": {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}}
 
 
 def build_workers_job(context: RenderContext, *, suspend: bool) -> Object:
