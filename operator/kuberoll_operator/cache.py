@@ -96,6 +96,11 @@ class Cache:
         """All jobs, with their metadata, phase and replicas only."""
         return [(Key(*name), item) for name, item in self._objects.get(ROLLOUT_JOBS, {}).items()]
 
+    def version(self, resource: Resource, key: Key) -> str | None:
+        """Resource version of the latest known state of an object; None if none is known."""
+        found = self._objects.get(resource, {}).get((key.namespace, key.name))
+        return None if found is None else str(found["metadata"].get("resourceVersion"))
+
     def children(self, key: Key) -> Mapping[tuple[str, str], Object]:
         """Children of a job by (kind, name), including objects of other owners that have the job's label."""
         return {place: item for place, item in self._children.get(key, {}).items() if place[0] != PODS.kind}

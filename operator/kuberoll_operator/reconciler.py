@@ -37,6 +37,7 @@ from kuberoll_operator.kube.errors import (
     TooMany,
 )
 from kuberoll_operator.kube.events import EventContent, Recorder
+from kuberoll_operator.kube.job_reader import JobReader
 from kuberoll_operator.kube.quota import QuotaReader
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS, resource_of, resource_of_object
 from kuberoll_operator.kube.sign_reader import SignReader
@@ -81,6 +82,7 @@ class Reconciler:
         self._quota = QuotaReader(client)
         self._signs = SignReader(client)
         self._claims = ClaimReader(client)
+        self._jobs = JobReader(client, cache)
 
     async def reconcile(self, key: Key) -> float | None:
         """Reconcile one job once.
@@ -92,12 +94,21 @@ class Reconciler:
             ApiError: A failure that may be transient; the job's status is unchanged.
             NotLeader: Another operator may hold the lease.
         """
-        raw = await self._client.get(ROLLOUT_JOBS, key.namespace, key.name)
+        try:
+            return await self._reconcile(key)
+        except (ApiError, NotLeader):
+            # It may be due to an outdated version of the job.
+            self._jobs.forget(key)
+            raise
+
+    async def _reconcile(self, key: Key) -> float | None:
+        raw = await self._jobs.read(key)
         if raw is None or raw["metadata"].get("deletionTimestamp"):
             # Kubernetes deletes its children; there is no finalizer of ours.
             self._progress.forget(key)
             self._applier.forget_job(key, gone=True)
             self._signs.forget(key)
+            self._jobs.forget(key)
             return None
         if raw["spec"].get("managedBy", names.MANAGED_BY) != names.MANAGED_BY:
             return None
@@ -126,6 +137,8 @@ class Reconciler:
         if is_true(new, conditions.COMPLETE) or is_true(new, conditions.FAILED):
             self._progress.forget(key)
             self._applier.forget_job(key, gone=False)
+            self._signs.forget(key)
+            self._jobs.forget(key)
         # The next steps depend on the recorded status, and our own writes trigger no event.
         if _without_counts(new) != _without_counts(old):
             return 0.0
@@ -259,6 +272,7 @@ class Reconciler:
         item = {"apiVersion": raw["apiVersion"], "kind": raw["kind"], "metadata": kept, "status": dict(new)}
         found = await self._client.apply(item, names.STATUS_MANAGER, subresource="status", force=True)
         self._cache.add_written(ROLLOUT_JOBS, found)
+        self._jobs.remember(Key(metadata["namespace"], metadata["name"]), found)
         self._metrics.record_status(raw, old, new, now)
         contents: list[EventContent] = list(events)
         await self._recorder.record(found, contents)

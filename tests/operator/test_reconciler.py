@@ -17,8 +17,9 @@ from kuberoll_operator import names
 from kuberoll_operator.cache import Cache
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.client import Client
+from kuberoll_operator.kube.errors import Conflict
 from kuberoll_operator.kube.events import Recorder
-from kuberoll_operator.kube.resources import CHILDREN, PODS, resource_of_object
+from kuberoll_operator.kube.resources import CHILDREN, PODS, ROLLOUT_JOBS, resource_of_object
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key, Object, PodReports, condition, is_true
 from kuberoll_operator.observe import observe
@@ -46,7 +47,7 @@ class Bench:
 
     async def reconcile(self) -> float | None:
         """Once, with a cache that has seen everything."""
-        for resource in (*CHILDREN, PODS):
+        for resource in (ROLLOUT_JOBS, *CHILDREN, PODS):
             items = self.server.all(resource.plural)
             self.cache.add_page(resource, None, items, str(self.server._version), last=True)
         return await self.reconciler.reconcile(KEY)
@@ -116,7 +117,7 @@ async def test_a_restarted_operator_changes_nothing(tmp_path: Path) -> None:
         written = len(it.server.writes())
         async with ReportPoller(lambda _: None, seconds=15) as poller:
             cache = Cache(lambda _: None)
-            for resource in (*CHILDREN, PODS):
+            for resource in (ROLLOUT_JOBS, *CHILDREN, PODS):
                 cache.add_page(resource, None, it.server.all(resource.plural), "99", last=True)
             recorder = Recorder(it.client, "tests")
             again = Reconciler(it.client, cache, poller, recorder, Metrics(), SETTINGS, now=lambda: it.now)
@@ -420,6 +421,51 @@ def test_a_pool_that_must_stop_does() -> None:
         return asyncio.get_running_loop().time()
 
     assert in_virtual_time(main()) == pytest.approx(21)
+
+
+async def test_a_job_is_read_when_others_have_changed_it(tmp_path: Path) -> None:
+    def reads(it: Bench) -> int:
+        return len([item for item in it.server.requests if item.plural == "rolloutjobs" and item.method == "GET"])
+
+    async with bench(tmp_path) as it:
+        it.server.put({**it.job, "status": {}})
+        for status in (
+            {"active": 1},
+            {"succeeded": 1, "conditions": [{"type": "Complete", "status": "True"}]},
+        ):
+            await it.settle()
+            it.set_status("jobs", "puzzle-check", status)
+        await it.settle()
+        it.generation_is_ready()
+        await it.settle()
+        assert it.job["status"]["phase"] == "Running"
+        assert reads(it) == 1
+        it.server.put(merge(it.job, {"spec": {"suspend": True}}))
+        await it.settle()
+        assert it.job["status"]["phase"] == "Suspended"
+        assert reads(it) == 2
+        # A version that the API server has gone on from is refused, and read again.
+        it.server.put(merge(it.job, {"spec": {"suspend": False}, "metadata": {"labels": {"a": "b"}}}))
+        await it.settle()
+        assert it.job["status"]["phase"] == "Starting"
+        assert reads(it) == 3
+
+
+async def test_a_status_of_an_outdated_job_is_not_written(tmp_path: Path) -> None:
+    """The watch lags: what was decided by the old spec is decided again by the new one."""
+    async with bench(tmp_path) as it:
+        await it.settle()
+        it.server.put(merge(it.job, {"spec": {"suspend": True}}))
+        it.generation_is_ready()
+        for resource in (*CHILDREN, PODS):
+            items = it.server.all(resource.plural)
+            it.cache.add_page(resource, None, items, str(it.server._version), last=True)
+        with pytest.raises(Conflict):
+            await it.reconciler.reconcile(KEY)
+        assert it.job["status"]["phase"] == "Starting"
+        # The next attempt reads, also if the watch still lags.
+        assert await it.reconciler.reconcile(KEY) is not None
+        assert it.job["status"]["conditions"][0]["reason"] in {"Suspending", "JobSuspended"}
 
 
 async def test_a_config_map_that_a_pod_waits_for(tmp_path: Path) -> None:
