@@ -23,6 +23,7 @@ from kuberoll_operator.backends.pods import missing_secrets
 from kuberoll_operator.cache import Cache
 from kuberoll_operator.defaults import with_defaults
 from kuberoll_operator.facts import compute_facts
+from kuberoll_operator.job_reader import JobReader
 from kuberoll_operator.kube.apply import CREATE_ONLY_KINDS, Applier
 from kuberoll_operator.kube.claim_reader import ClaimReader
 from kuberoll_operator.kube.client import Client
@@ -37,7 +38,6 @@ from kuberoll_operator.kube.errors import (
     TooMany,
 )
 from kuberoll_operator.kube.events import EventContent, Recorder
-from kuberoll_operator.kube.job_reader import JobReader
 from kuberoll_operator.kube.quota import QuotaReader
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS, resource_of, resource_of_object
 from kuberoll_operator.kube.sign_reader import SignReader
