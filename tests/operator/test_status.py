@@ -632,7 +632,7 @@ ROWS = [
         ),
         "Running",
         ["WorkersReady=True/Running"],
-        "1 workers are running, 0 of 4 shards are done; pod puzzle-workers-1: Multi-Attach error",
+        "1 workers are running, 0 of 4 shards are done; pod puzzle-workers-1 waits: Multi-Attach error",
         WITH_WORKERS,
     ),
     Row(

@@ -373,7 +373,7 @@ def _unscheduled(pod: Object, signs: Signs) -> PodProblem | None:
 
 def _not_started(pod: Object, signs: Signs) -> PodProblem | None:
     found = start_cause(pod, signs)
-    return None if found is None else _problem(found._replace(message=f"pod {_name(pod)}: {found.message}"))
+    return None if found is None else _problem(found._replace(message=f"pod {_name(pod)} waits: {found.message}"))
 
 
 def _problem(found: Explanation) -> PodProblem:

@@ -123,7 +123,7 @@ def _unseen_cause(pod: Mapping[str, Any], claims: Sequence[Claim], signs: Signs)
         return None
     name = (pod.get("spec") or {}).get("schedulerName") or "default-scheduler"
     words = f"no scheduler has looked at it since {metadata['creationTimestamp']}; look whether {name} runs"
-    return Explanation("scheduler-silent", Reason.UNSCHEDULABLE, f"pod {metadata.get('name')}: {words}")
+    return Explanation("scheduler-silent", Reason.UNSCHEDULABLE, f"pod {metadata.get('name')} waits: {words}")
 
 
 def _first_claim_cause(claims: Iterable[Claim], signs: Signs) -> Explanation | None:
