@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Final, NamedTuple
 
 from kuberoll_operator.cache import Cache
@@ -9,8 +10,8 @@ from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS
 from kuberoll_operator.model import Key, Object
 
-MOST_JOBS: Final = 1000
-"""Jobs that are remembered; a job's rows may be a megabyte."""
+MOST_CHARACTERS: Final = 16_000_000
+"""Of the specs of jobs that are remembered, as JSON; a job's rows may be a megabyte."""
 
 
 class _Read(NamedTuple):
@@ -18,6 +19,7 @@ class _Read(NamedTuple):
 
     raw: Object
     seen: str | None
+    characters: int
 
 
 class JobReader:
@@ -31,6 +33,7 @@ class JobReader:
     def __init__(self, client: Client, cache: Cache) -> None:
         self._client, self._cache = client, cache
         self._jobs: dict[Key, _Read] = {}
+        self._characters = 0
 
     async def read(self, key: Key) -> Object | None:
         """A job; None if it does not exist.
@@ -39,10 +42,12 @@ class JobReader:
             ApiError: It could not be read.
         """
         seen = self._cache.version(ROLLOUT_JOBS, key)
-        known = self._jobs.pop(key, None)
+        known = self._jobs.get(key)
         if known is not None and seen is not None and seen in {known.seen, known.raw["metadata"]["resourceVersion"]}:
-            self._jobs[key] = known
+            # The one that was used least recently is the first.
+            self._jobs[key] = self._jobs.pop(key)
             return known.raw
+        self.forget(key)
         raw = await self._client.get(ROLLOUT_JOBS, key.namespace, key.name)
         if raw is not None:
             self.remember(key, raw)
@@ -50,11 +55,13 @@ class JobReader:
 
     def remember(self, key: Key, raw: Object) -> None:
         """Note a job as the API server has answered it."""
-        self._jobs.pop(key, None)
-        self._jobs[key] = _Read(raw, self._cache.version(ROLLOUT_JOBS, key))
-        while len(self._jobs) > MOST_JOBS:
-            self._jobs.pop(next(iter(self._jobs)))
+        self.forget(key)
+        self._jobs[key] = read = _Read(raw, self._cache.version(ROLLOUT_JOBS, key), len(json.dumps(raw)))
+        self._characters += read.characters
+        while self._characters > MOST_CHARACTERS:
+            self.forget(next(iter(self._jobs)))
 
     def forget(self, key: Key) -> None:
         """Forget a job, so that the next read is one."""
-        self._jobs.pop(key, None)
+        known = self._jobs.pop(key, None)
+        self._characters -= 0 if known is None else known.characters

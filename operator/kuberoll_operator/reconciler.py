@@ -138,7 +138,6 @@ class Reconciler:
             self._progress.forget(key)
             self._applier.forget_job(key, gone=False)
             self._signs.forget(key)
-            self._jobs.forget(key)
         # The next steps depend on the recorded status, and our own writes trigger no event.
         if _without_counts(new) != _without_counts(old):
             return 0.0

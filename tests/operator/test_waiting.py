@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_api.conditions import Reason
-from kuberoll_operator.backends.pods import describe_removed
+from kuberoll_operator.backends.pods import describe_removed, diagnose
 from kuberoll_operator.cache import Cache
 from kuberoll_operator.kube.errors import Forbidden, Unavailable
 from kuberoll_operator.kube.resources import PODS, Resource
@@ -343,7 +343,7 @@ async def reads(asked: Sequence[Question], seconds: int) -> tuple[Api, list[int]
 async def test_events_are_read_ever_less_often() -> None:
     one = Question(Subject("Pod", "puzzle-workers-a", "u"), NOW)
     api, at = await reads([one], 300)
-    assert at[0] == 5
+    assert at[0] == 10
     assert all(later - earlier <= LAST_SECONDS for earlier, later in itertools.pairwise(at))
     assert len(at) <= 15
     assert api.asked[0] == (
@@ -351,9 +351,21 @@ async def test_events_are_read_ever_less_often() -> None:
     )  # fmt: skip
 
 
+async def test_a_job_whose_last_pod_has_just_ended_is_not_asked_about() -> None:
+    """It is old, and lacks pods since a moment: until its controller has counted."""
+    api = Api()
+    reader = SignReader(api)  # type: ignore[arg-type]
+    one = Question(Subject("Job", "puzzle-workers", "u"), NOW - timedelta(hours=1))
+    for seconds, asked in ((0, [one]), (4, [one]), (5, []), (6, [one]), (10.5, [one])):
+        await reader.read(KEY, asked, NOW + timedelta(seconds=seconds))
+    assert api.asked == []
+    await reader.read(KEY, [one], NOW + timedelta(seconds=11))
+    assert len(api.asked) == 1
+
+
 async def test_what_has_a_cause_already_is_asked_about_seldom() -> None:
     _, at = await reads([Question(Subject("Pod", "puzzle-workers-a", "u"), NOW, True)], 3600)
-    assert at[0] == 5
+    assert at[0] == 30
     assert len(at) <= 3600 / PATIENT_LAST_SECONDS + 5
 
 
@@ -372,9 +384,22 @@ async def test_a_claim_that_cannot_be_read_is_not_one_that_does_not_exist() -> N
         api.error = error
         signs, due = await reader.read(KEY, asked, NOW + timedelta(seconds=10))
         assert (signs.claims, due) == ({}, 5.0)
+        signs, due = await reader.read(KEY, asked, NOW + timedelta(seconds=15))
+        assert (signs.claims, due) == ({}, 10.0)
         api.error = None
-        signs, _ = await reader.read(KEY, asked, NOW + timedelta(seconds=16))
+        signs, _ = await reader.read(KEY, asked, NOW + timedelta(seconds=25))
         assert signs.claims == {"out": None}
+
+
+def test_a_claim_without_a_volume_is_ordinary_for_a_while() -> None:
+    case = load("pvc-unbound-immediate")
+    pods = list(observe(case).pods)
+    since = max(item["status"]["conditions"][0]["lastTransitionTime"] for item in pods)
+    born = datetime.fromisoformat(since)
+    for seconds, reason in ((5, Reason.STARTING), (100, Reason.VOLUME)):
+        found = diagnose(pods, "worker", Signs(time=born + timedelta(seconds=seconds)))
+        assert found is not None
+        assert found.reason == reason
 
 
 def test_a_full_cluster_asks_about_one_pod_of_each_kind() -> None:

@@ -177,7 +177,7 @@ _HEAD = """\
 A job says for what it waits: the column `Reason` of `kubectl get rlj` has the reason of the condition that holds it up,
 and `kubectl describe rlj JOB` the message, which has Kubernetes' own words, then what to do. The operator reads the
 statuses of pods and of what makes them, which it watches, and where those say nothing, the events about them and the
-PersistentVolumeClaims that they mount: 5 seconds after a pod should have started, and then ever less often, every 25
+PersistentVolumeClaims that they mount: 10 seconds after a pod should have started, and then ever less often, every 25
 seconds at most. What is over is no longer told.
 
 The tables have what is said of real objects of Kubernetes 1.36: names, numbers and addresses are those of the cluster

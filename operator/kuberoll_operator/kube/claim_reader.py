@@ -1,4 +1,4 @@
-"""PersistentVolumeClaims of outputs, read when workers are about to be made and remembered for a minute."""
+"""PersistentVolumeClaims of outputs, read before workers are made; their access modes never change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kuberoll_operator.kube.errors import Forbidden
 from kuberoll_operator.kube.resources import PERSISTENT_VOLUME_CLAIMS
 from kuberoll_operator.model import Object
 
-REMEMBER_SECONDS: Final = 60.0
+REMEMBER_SECONDS: Final = 600.0
+"""A claim may be deleted, and another one be made of its name."""
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,12 @@ from kuberoll_operator.model import Key, Object
 from kuberoll_operator.signs import ClusterEvent, Signs, Subject, read_event
 from kuberoll_operator.waiting.questions import GRACE_SECONDS, Question
 
-FIRST_SECONDS: Final = 5.0
+FIRST_SECONDS: Final = 10.0
 LAST_SECONDS: Final = 25.0
 """Between two reads about one object. A cause is told within 30 seconds."""
+
+UNKNOWN_SECONDS: Final = 5.0
+"""Seconds in which what nobody dates must have waited."""
 
 PATIENT_FIRST_SECONDS: Final = 30.0
 PATIENT_LAST_SECONDS: Final = 300.0
@@ -41,6 +44,7 @@ class SignReader:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._answers: dict[Key, dict[Subject, _Answer]] = {}
+        self._first: dict[Key, dict[Subject, datetime]] = {}
         self._refused: set[str] = set()
 
     async def read(self, key: Key, asked: Sequence[Question], now: datetime) -> tuple[Signs, float | None]:
@@ -50,13 +54,21 @@ class SignReader:
             The signs, and the seconds until one of them is to be read again; None: never.
         """
         before = self._answers.pop(key, {})
+        known = self._first.pop(key, {})
+        # What began long ago may wait only since a moment: a Job whose last pod has just ended.
+        first_asked = {question.subject: known.get(question.subject, now) for question in asked}
+        if first_asked:
+            self._first[key] = first_asked
         answers: dict[Subject, _Answer] = {}
         due = []
         for question in asked:
             answer = before.get(question.subject)
             first = PATIENT_FIRST_SECONDS if question.patient else FIRST_SECONDS
             last = PATIENT_LAST_SECONDS if question.patient else LAST_SECONDS
-            wait = GRACE_SECONDS - (now - question.since).total_seconds()
+            grace = PATIENT_FIRST_SECONDS if question.patient else GRACE_SECONDS
+            wait = grace - (now - question.since).total_seconds()
+            if not question.subject.uid or question.subject.kind == "Job":
+                wait = max(wait, UNKNOWN_SECONDS - (now - first_asked[question.subject]).total_seconds())
             if answer is None and wait > 0:
                 due.append(wait)
                 continue
@@ -79,6 +91,7 @@ class SignReader:
     def forget(self, key: Key) -> None:
         """Forget a job that waits for nothing any more."""
         self._answers.pop(key, None)
+        self._first.pop(key, None)
 
     async def _ask(self, key: Key, subject: Subject, answer: _Answer) -> _Answer:
         fields = {"involvedObject.kind": subject.kind, "involvedObject.name": subject.name}

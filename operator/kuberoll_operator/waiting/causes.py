@@ -94,8 +94,10 @@ def scheduling_cause(pod: Mapping[str, Any], claims: Sequence[Claim], signs: Sig
     found = explain(text, rules.SCHEDULING, otherwise=Reason.UNSCHEDULABLE, remedies=_REMEDIES)
     if found.cause in _OF_CLAIMS and (of_claim := _first_claim_cause(claims, signs)) is not None:
         return of_claim
-    if scheduled.get("reason") == "SchedulerError":
-        # It tries again by itself.
+    since = parse_time(scheduled.get("lastTransitionTime"))
+    age = 0.0 if since is None else (signs.time - since).total_seconds()
+    # The scheduler tries again by itself; a volume may be on its way, also where claims cannot be read.
+    if scheduled.get("reason") == "SchedulerError" or (found.cause == "claim-unbound" and age < PROVISIONING_SECONDS):
         return found._replace(reason=Reason.STARTING)
     node = status_of(pod).get("nominatedNodeName")
     if node:

@@ -15,7 +15,7 @@ from kuberoll_operator.model import Object, Observed, condition, is_true, status
 from kuberoll_operator.signs import Subject
 from kuberoll_operator.waiting.causes import awaits_start, claims_of, is_unready, is_unscheduled
 
-GRACE_SECONDS: Final = 5.0
+GRACE_SECONDS: Final = 10.0
 """Seconds in which an ordinary start needs no explanation."""
 
 _OF_CLAIMS: Final = "persistentvolumeclaim"
