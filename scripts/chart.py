@@ -41,6 +41,7 @@ _STRICTER: Final[dict[str, dict[str, Any]]] = {
     "watch.namespaces": {"type": "array", "items": _NAMESPACE, "uniqueItems": True},
     "operator.replicas": {"type": "integer", "minimum": 0, "maximum": 16},
     "operator.concurrency": {"type": "integer", "minimum": 1, "maximum": 256},
+    "jobs.idleEnginesSeconds": {"type": "number", "exclusiveMinimum": 0},
     "operator.progressSeconds": {"type": "number", "exclusiveMinimum": 0},
     "operator.resyncSeconds": {"type": "number", "exclusiveMinimum": 0},
     "operator.logLevel": {"enum": ["debug", "info", "warning", "error"]},

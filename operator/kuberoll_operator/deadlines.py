@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 from kuberoll_api import conditions
 from kuberoll_api.conditions import Reason
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.model import condition, is_true
+
+_WITHOUT_ENGINES: Final = frozenset(
+    {Reason.JOB_SUSPENDED, Reason.QUEUED, Reason.SHARDS_DONE, Reason.WAITING_FOR_GENERATION}
+)
 
 
 def parse_time(text: Any) -> datetime | None:
@@ -56,6 +60,8 @@ def startup_deadlines(job: RolloutJob, status: Mapping[str, Any]) -> dict[str, d
             generation["lastTransitionTime"],
             checked.get("lastTransitionTime"),
             start,
+            # Engines that were given back start again with the first worker that runs.
+            *([workers.get("lastTransitionTime")] if workers.get("status") == "True" else []),
         ]
     elif generation.get("status") == "True" and _never_ran(job, generation, workers):
         since[conditions.WORKERS_READY] = [generation["lastTransitionTime"], start]
@@ -78,6 +84,22 @@ def _never_ran(job: RolloutJob, generation: Mapping[str, Any], workers: Mapping[
         return False
     times = [parse_time(item.get("lastTransitionTime")) for item in (workers, generation)]
     return workers.get("status") == "False" and None not in times and times[0] <= times[1]  # type: ignore[operator]
+
+
+def idle_deadline(job: RolloutJob, status: Mapping[str, Any], seconds: float) -> datetime | None:
+    """Moment at which engines are given back because no worker runs any more; None while one does, or none ever did.
+
+    Args:
+        seconds: The operator's `idle_engines_seconds`.
+    """
+    workers, generation = (condition(status, kind) for kind in (conditions.WORKERS_READY, conditions.GENERATION_READY))
+    if workers.get("status") != "False" or workers.get("reason") in _WITHOUT_ENGINES:
+        return None
+    # Before the first worker runs, the startup deadline counts.
+    if generation.get("status") == "True" and _never_ran(job, generation, workers):
+        return None
+    since = parse_time(workers.get("lastTransitionTime"))
+    return None if since is None else since + timedelta(seconds=seconds)
 
 
 def end_of_life(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:

@@ -22,13 +22,14 @@ from kuberoll_operator.backends.pods import (
     any_active,
     describe_exit,
     is_disrupted,
+    is_lost,
     last_exit,
     pods_of,
     redact,
     refusal,
     shard_of,
 )
-from kuberoll_operator.deadlines import active_deadline, startup_deadlines
+from kuberoll_operator.deadlines import active_deadline, idle_deadline, startup_deadlines
 from kuberoll_operator.kube.resources import SANDBOX_CLAIMS
 from kuberoll_operator.messages import finish_message, worker_message
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, status_of
@@ -150,6 +151,7 @@ class Facts:
         name_conflict:Why a child cannot be written: an object of another owner has its name.
         quota: The job's share of a queue's quota.
         released: True if no pod of the job holds resources any more.
+        idle: True if the engines are to be given back, because no worker has run for a while.
     """
 
     job: RolloutJob
@@ -171,6 +173,7 @@ class Facts:
     name_conflict: Cause | None
     quota: Quota
     released: bool
+    idle: bool = False
 
 
 def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Facts:
@@ -234,7 +237,18 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
         name_conflict=_name_conflict(job, raw, observed, backend),
         quota=quota,
         released=generation.released and not any_active(observed.pods),
+        idle=_is_idle(job, status, observed, shards, settings, now),
     )
+
+
+def _is_idle(
+    job: RolloutJob, status: Mapping[str, Any], observed: Observed, shards: Shards, settings: Settings, now: datetime
+) -> bool:
+    deadline = idle_deadline(job, status, settings.idle_engines_seconds)
+    if deadline is None or now < deadline or not shards.started or shards.done:
+        return False
+    workers = pods_of(observed.pods, names.WORKERS)
+    return not any((pod.get("status") or {}).get("phase") == "Running" and not is_lost(pod) for pod in workers)
 
 
 def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | None:

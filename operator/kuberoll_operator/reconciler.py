@@ -141,7 +141,8 @@ class Reconciler:
         # The next steps depend on the recorded status, and our own writes trigger no event.
         if _without_counts(new) != _without_counts(old):
             return 0.0
-        due = next_deadline(job, new, now, interval=self._settings.progress_seconds)
+        settings = self._settings
+        due = next_deadline(job, new, now, interval=settings.progress_seconds, idle=settings.idle_engines_seconds)
         # Some things that a queued job waits for are not watched, such as its priority class.
         missing = observed.errors or observed.unmountable
         waits = [SLOW_SECONDS] if missing or new.get("phase") == "Queued" else []

@@ -119,6 +119,11 @@ class Settings(BaseModel):
     progress_seconds: Seconds = Field(
         default=15.0, description="Minimum seconds between two updates of a job's progress in its status."
     )
+    idle_engines_seconds: Seconds = Field(
+        default=600.0,
+        description="Seconds without a running worker after which the engines of a job under way are given back, until "
+        "one runs.",
+    )
     namespaces: tuple[str, ...] = Field(default=(), description="Namespaces to watch; none: all.")
     leader_election: bool = Field(default=True, description="Reconcile only while holding the lease.")
     lease_name: str = Field(default="kuberoll-operator", description="Name of the lease.")

@@ -29,7 +29,7 @@ from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.reconciler import Pool, Reconciler
 from tests.operator import waiting_cases
 from tests.operator.emulator import Emulator, Fault, in_virtual_time
-from tests.operator.support import NAMESPACE, SETTINGS, checked_manifest, manifest, pod, waiting
+from tests.operator.support import NAMESPACE, SETTINGS, checked_manifest, manifest, pod, unschedulable, waiting
 
 KEY = Key(NAMESPACE, "puzzle")
 
@@ -579,6 +579,56 @@ async def test_a_quota_that_lets_no_worker_start_is_told(tmp_path: Path) -> None
         ready = condition(it.job["status"], conditions.WORKERS_READY)
         assert (ready["status"], ready["reason"]) == ("False", "QuotaExceeded")
         assert "exceeded quota: team-quota, requested: requests.nvidia.com/gpu=8" in ready["message"]
+
+
+async def test_engines_are_given_back_while_no_worker_can_run(tmp_path: Path) -> None:
+    def worker(phase: str, **status: Any) -> Object:
+        found = pod("workers", "0", phase=phase, shard=0, **status)
+        found["metadata"] |= {"namespace": NAMESPACE, "creationTimestamp": it.now.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        return {"apiVersion": "v1", "kind": "Pod", **found}
+
+    def engines() -> int:
+        return len([item for item in it.server.all("deployments") if item["metadata"]["name"] == "puzzle-generation"])
+
+    running = {"ready": True, "state": {"running": {}}}
+    async with bench(tmp_path) as it:
+        await it.settle()
+        it.generation_is_ready()
+        await it.settle()
+        it.set_status("jobs", "puzzle-workers", {"active": 1})
+        it.server.put(worker("Running", container=running))
+        it.now += timedelta(seconds=20)
+        await it.settle()
+        assert is_true(it.job["status"], conditions.WORKERS_READY)
+
+        it.server.put(worker("Pending", conditions=unschedulable("0/3 nodes are available: 3 Insufficient cpu.")))
+        it.now += timedelta(seconds=60)
+        again = await it.settle()
+        assert condition(it.job["status"], conditions.WORKERS_READY)["reason"] == "Unschedulable"
+        assert engines() == 1
+        # It is looked at again, whatever happens, until the engines have gone.
+        waited = 0.0
+        while engines():
+            assert again is not None
+            waited += again
+            it.now += timedelta(seconds=again + 0.1)
+            again = await it.settle()
+        assert 595 <= waited <= 620
+        assert condition(it.job["status"], conditions.GENERATION_READY)["reason"] == "Released"
+        it.now += timedelta(hours=5)
+        await it.settle()
+        assert engines() == 0
+        assert it.job["status"]["phase"] == "Running"
+
+        it.server.put(worker("Running", container=running))
+        await it.settle()
+        assert engines() == 1
+        it.now += timedelta(minutes=20)
+        await it.settle()
+        assert condition(it.job["status"], conditions.GENERATION_READY)["reason"] == "Starting"
+        it.generation_is_ready()
+        await it.settle()
+        assert is_true(it.job["status"], conditions.GENERATION_READY)
 
 
 def volume(*modes: str) -> Object:

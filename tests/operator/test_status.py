@@ -652,6 +652,91 @@ ROWS = [
         BEGUN,
     ),
     Row(
+        "engines of workers that have not run for a while",
+        observed(deployment(2), workers_job(active=1), pods=[pod("workers", "0", phase="Pending", shard=0)]),
+        "Running",
+        ["GenerationReady=False/Released", "WorkersReady=False/Starting"],
+        "no worker has run since 2026-03-01T12:01:00Z; the first that runs brings them back",
+        {
+            "startTime": stamp(0),
+            "conditions": [READY, condition("WorkersReady", False, "Unschedulable", "too few CPUs", seconds=60)],
+        },
+        seconds=660,
+    ),
+    Row(
+        "the same in time",
+        observed(deployment(2), workers_job(active=1), pods=[pod("workers", "0", phase="Pending", shard=0)]),
+        "Running",
+        ["GenerationReady=True/Ready"],
+        "",
+        {
+            "startTime": stamp(0),
+            "conditions": [READY, condition("WorkersReady", False, "Unschedulable", "too few CPUs", seconds=60)],
+        },
+        seconds=659,
+    ),
+    Row(
+        "engines that were given back stay so",
+        observed(workers_job(active=1), pods=[pod("workers", "0", phase="Pending", shard=0)]),
+        "Running",
+        ["GenerationReady=False/Released"],
+        "no worker has run since",
+        {
+            "startTime": stamp(0),
+            "conditions": [
+                condition("GenerationReady", False, "Released", seconds=660),
+                condition("WorkersReady", False, "Unschedulable", "too few CPUs", seconds=60),
+            ],
+        },
+        seconds=9000,
+    ),
+    Row(
+        "a worker runs again, and the engines start",
+        observed(
+            workers_job(active=1),
+            pods=[pod("workers", "0", shard=0, container={"ready": True, "state": {"running": {}}})],
+        ),
+        "Running",
+        ["GenerationReady=False/Starting", "WorkersReady=True/Running"],
+        "0 of 2 replicas are ready",
+        {
+            "startTime": stamp(0),
+            "conditions": [
+                condition("GenerationReady", False, "Released", seconds=660),
+                condition("WorkersReady", False, "Unschedulable", "too few CPUs", seconds=60),
+            ],
+        },
+        seconds=9000,
+    ),
+    Row(
+        "they have their time to start",
+        observed(
+            deployment(),
+            workers_job(active=1),
+            pods=[pod("workers", "0", shard=0, container={"ready": True, "state": {"running": {}}})],
+        ),
+        "Running",
+        ["GenerationReady=False/Starting", "WorkersReady=True/Running"],
+        "0 of 2 replicas are ready",
+        {
+            "startTime": stamp(0),
+            "conditions": [
+                condition("GenerationReady", False, "Starting", seconds=660),
+                condition("WorkersReady", True, "Running", "", seconds=9000),
+            ],
+        },
+        seconds=10000,
+    ),
+    Row(
+        "workers that never ran: the startup deadline counts",
+        observed(deployment(2), workers_job(active=1), pods=[pod("workers", "0", phase="Pending", shard=0)]),
+        "Running",
+        ["GenerationReady=True/Ready"],
+        "",
+        {"startTime": stamp(0), "conditions": [READY, condition("WorkersReady", False, "Starting", "")]},
+        seconds=1000,
+    ),
+    Row(
         "suspended mid-run",
         observed(workers_job(suspend=True, succeeded=1)),
         "Suspended",

@@ -163,6 +163,10 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         stopped = {Stage.SUSPENDED: "suspended", Stage.QUEUED: "it has no quota"}
         why = stopped.get(facts.stage, "all shards are done")
         return False, Reason.RELEASED, f"the engines are released: {why}"
+    if facts.idle:
+        since = condition(old, conditions.WORKERS_READY).get("lastTransitionTime")
+        words = f"the engines are given back: no worker has run since {since}; the first that runs brings them back"
+        return False, Reason.RELEASED, words
     blocked = facts.name_conflict or _error(
         observed, job, names.config, names.generation, names.generation_pods, names.ray_service
     )

@@ -16,7 +16,7 @@ from kuberoll_operator.backends import runs_in_job
 from kuberoll_operator.backends.pods import (
     pods_of,
 )
-from kuberoll_operator.deadlines import active_deadline, end_of_life, parse_time, startup_deadlines
+from kuberoll_operator.deadlines import active_deadline, end_of_life, idle_deadline, parse_time, startup_deadlines
 from kuberoll_operator.facts import STOPPED, UNDER_WAY, Facts, Stage
 from kuberoll_operator.model import condition, is_true, status_of
 from kuberoll_operator.status.conditions import Verdict, conditions_of, merge_conditions, served_version
@@ -78,12 +78,15 @@ def compute_status(facts: Facts) -> Json:
     return new
 
 
-def next_deadline(job: RolloutJob, status: Mapping[str, Any], now: datetime, *, interval: float = 15.0) -> float | None:
+def next_deadline(
+    job: RolloutJob, status: Mapping[str, Any], now: datetime, *, interval: float = 15.0, idle: float = 600.0
+) -> float | None:
     """Seconds until something is due by time alone; None if nothing is.
 
     Args:
         status: The status from `compute_status`.
         interval: Seconds between two writes of progress.
+        idle: Seconds without a worker after which engines are given back.
     """
     if is_true(status, conditions.COMPLETE) or is_true(status, conditions.FAILED):
         due = [end_of_life(job, status)]
@@ -96,6 +99,7 @@ def next_deadline(job: RolloutJob, status: Mapping[str, Any], now: datetime, *, 
         if not is_true(status, conditions.SUCCESS_CRITERIA_MET):
             due += [active_deadline(job, status, stored=stored) for stored in (False, True)]
             due += startup_deadlines(job, status).values()
+            due.append(idle_deadline(job, status, idle))
             # One that has passed without failing the job does not apply to it anymore.
             due = [time for time in due if time is not None and time > now]
     seconds = [(time - now).total_seconds() for time in due if time is not None]
