@@ -30,7 +30,7 @@ BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install install-dev demo bench train crd images release-images chart release-chart wheel check test test-units test-ray test-processes test-cluster test-long lint format clean
+.PHONY: help install install-dev demo bench train crd images release-images chart release-chart wheel check test test-units test-ray test-processes test-cluster cluster-faults test-long lint format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -124,6 +124,9 @@ test-processes: install-dev ## Run the tests that start processes of KubeRoll, P
 
 test-cluster: install-dev ## Run the tests that need an API server or containers, those of the generation image too.
 	$(BIN)/pytest $(WHOLE) --engine-image -m "cluster or images"
+
+cluster-faults: install-dev ## Break the nodes, engines and workers of a real cluster: tests/faults/cluster.py says what it needs.
+	$(BIN)/pytest --numprocesses 0 --capture no tests/faults
 
 test-long: install-dev ## The tests that take a minute or more, too: half an hour and more.
 	KUBEROLL_KILLS=100 $(BIN)/pytest $(PARALLEL) --long --engine-image

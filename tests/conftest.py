@@ -70,7 +70,7 @@ MARKS_OF_DIRECTORIES = {
 MARKS_OF_FIXTURES = {"browser": "browser", "ray": "ray", "s3_server": "slow", "simulated_host": "ray"}
 """Markers that a test has by the fixtures it uses."""
 
-SLOW_MARKS = frozenset({"browser", "cluster", "engine", "images", "long", "processes", "ray", "slow"})
+SLOW_MARKS = frozenset({"browser", "cluster", "engine", "faults", "images", "long", "processes", "ray", "slow"})
 """Markers of tests that `--quick` leaves out."""
 
 _MARKS_OF_MODULE = re.compile(r"^pytestmark = (.*)$", re.MULTILINE)

@@ -85,6 +85,11 @@ def on_lost_node(pod: Object, *, reason: str | None = None) -> Object:
     return {**pod, "spec": {"nodeName": "node-b"}, "status": {**pod["status"], "conditions": [ready]}}
 
 
+def leaving(pod: Object) -> Object:
+    """A pod that is being deleted."""
+    return {**pod, "metadata": {**pod["metadata"], "deletionTimestamp": stamp(50)}}
+
+
 def born(pod: Object, seconds: float) -> Object:
     """A pod that was made at a time."""
     return {**pod, "metadata": {**pod["metadata"], "creationTimestamp": stamp(seconds)}}
@@ -650,6 +655,24 @@ ROWS = [
         ["GenerationReady=False/PodRemoved"],
         "1 of 2 replicas are ready; pod puzzle-generation-a was removed from node node-b",
         BEGUN,
+    ),
+    Row(
+        "a worker that is to leave a lost node",
+        observed(
+            deployment(2),
+            workers_job(active=2),
+            pods=[
+                pod("workers", "0", shard=0, container={"ready": True, "state": {"running": {}}}),
+                leaving(
+                    on_lost_node(pod("workers", "1", shard=1, container={"ready": True, "state": {"running": {}}}))
+                ),
+            ],
+        ),
+        "Running",
+        ["WorkersReady=True/Running"],
+        "no other pod is made until the node is back, or has the taint of one that is shut down: kubectl taint node node-b "
+        "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute",
+        WITH_WORKERS,
     ),
     Row(
         "engines of workers that have not run for a while",

@@ -195,7 +195,12 @@ def describe_lost(pods: Iterable[Object]) -> str:
     node = (first.get("spec") or {}).get("nodeName") or "unknown"
     since = condition(first["status"], "Ready").get("lastTransitionTime") or "an unknown time"
     others = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
-    return f"pod {_name(first)}{others} not heard of since {since}: its node {node} does not answer"
+    text = f"pod {_name(first)}{others} not heard of since {since}: its node {node} does not answer"
+    if shard_of(first) is None or not first["metadata"].get("deletionTimestamp"):
+        return text
+    # Kubernetes makes no second pod of an index while it cannot know that the first one has ended.
+    taint = f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    return f"{text}; no other pod is made until the node is back, or has the taint of one that is shut down: {taint}"
 
 
 def diagnose(pods: Sequence[Object], container: str, signs: Signs = NO_SIGNS) -> PodProblem | None:
