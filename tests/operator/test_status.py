@@ -670,8 +670,8 @@ ROWS = [
         ),
         "Running",
         ["WorkersReady=True/Running"],
-        "no other pod is made until the node is back, or has the taint of one that is shut down: kubectl taint node node-b "
-        "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute",
+        "no other pod is made until the node is back, or has the taint of one that is shut down: kubectl taint node "
+        "node-b node.kubernetes.io/out-of-service=nodeshutdown:NoExecute",
         WITH_WORKERS,
     ),
     Row(
