@@ -49,6 +49,14 @@ SUSPENDED = condition("Suspended", True, "JobSuspended")
 TARGET = condition("FailureTarget", True, "FailedShards", "1 of 4 shards failed")
 BEGUN = {"startTime": stamp(0), "conditions": [STARTING, WAITING]}
 WITH_WORKERS = {"startTime": stamp(0), "conditions": [READY, RUNNING]}
+PENDING_WORKER = pod("workers", "0", phase="Pending", shard=0)
+RUNNING_WORKER = pod("workers", "0", shard=0, container={"ready": True, "state": {"running": {}}})
+NO_WORKER = condition("WorkersReady", False, "Unschedulable", "too few CPUs", seconds=60)
+WITHOUT_WORKERS = {"startTime": stamp(0), "conditions": [READY, NO_WORKER]}
+WITHOUT_ENGINES = {
+    "startTime": stamp(0),
+    "conditions": [condition("GenerationReady", False, "Released", seconds=660), NO_WORKER],
+}
 FINISHING = {"startTime": stamp(0), "conditions": [READY, DONE]}
 EXTERNAL = {"generation": {"backend": "External", "external": {"url": "http://policy:1/"}, "replicas": None}}
 ENDED_WELL = json.dumps({"trajectories": 8, "failed": 0, "dropped": 1, "planned": 9, "mean_reward": 0.5})
@@ -101,16 +109,13 @@ def elsewhere(pod: Object) -> Object:
     return {**pod, "status": {**pod["status"], "conditions": [scheduled]}}
 
 
-MULTI_ATTACH = Signs(
-    events={
-        ("Pod", "puzzle-workers-1"): [
-            ClusterEvent(
-                "Warning", "FailedAttachVolume", 'Multi-Attach error for volume "v" Volume is in use', stamp(9)
-            )
-        ]
-    },
-    time=at(60),
-)
+def signs_of(pod: str, reason: str, message: str) -> Signs:
+    """An event about a pod."""
+    return Signs(events={("Pod", pod): [ClusterEvent("Warning", reason, message, stamp(9))]}, time=at(60))
+
+
+MULTI_ATTACH = signs_of("puzzle-workers-1", "FailedAttachVolume", 'Multi-Attach error for volume "v" Volume is in use')
+PULLING = signs_of("puzzle-workers-1", "Pulling", 'Pulling image "x:1"')
 
 
 def preempted(pod: Object) -> Object:
@@ -629,7 +634,7 @@ ROWS = [
                 deployment(2),
                 workers_job(active=2),
                 pods=[
-                    pod("workers", "0", shard=0, container={"ready": True, "state": {"running": {}}}),
+                    RUNNING_WORKER,
                     elsewhere(pod("workers", "1", phase="Pending", shard=1)),
                 ],
             ),
@@ -649,6 +654,36 @@ ROWS = [
         WITH_WORKERS,
     ),
     Row(
+        "preempted workers whose successors find no room",
+        replace(
+            observed(
+                deployment(2),
+                workers_job(active=1),
+                pods=[pod("workers", "1", phase="Pending", shard=0, conditions=unschedulable("too few CPUs"))],
+            ),
+            departed=[preempted(pod("workers", "0", shard=0))],
+        ),
+        "Running",
+        ["WorkersReady=False/Unschedulable"],
+        "too few CPUs; pod puzzle-workers-0 was removed from node node-b at 2026-03-01T12:00:30Z: Preemption",
+        WITH_WORKERS,
+    ),
+    Row(
+        "the next worker's image is pulled",
+        replace(
+            observed(
+                deployment(2),
+                workers_job(active=1),
+                pods=[elsewhere(born(pod("workers", "1", phase="Pending", shard=1), 40))],
+            ),
+            signs=PULLING,
+        ),
+        "Running",
+        ["WorkersReady=True/Running"],
+        "0 workers are running, 0 of 4 shards are done; pod puzzle-workers-1 waits: pulling image",
+        WITH_WORKERS,
+    ),
+    Row(
         "a preempted engine",
         replace(observed(deployment(1)), departed=[preempted(pod("generation"))]),
         "Starting",
@@ -662,7 +697,7 @@ ROWS = [
             deployment(2),
             workers_job(active=2),
             pods=[
-                pod("workers", "0", shard=0, container={"ready": True, "state": {"running": {}}}),
+                RUNNING_WORKER,
                 leaving(
                     on_lost_node(pod("workers", "1", shard=1, container={"ready": True, "state": {"running": {}}}))
                 ),
@@ -676,59 +711,41 @@ ROWS = [
     ),
     Row(
         "engines of workers that have not run for a while",
-        observed(deployment(2), workers_job(active=1), pods=[pod("workers", "0", phase="Pending", shard=0)]),
+        observed(deployment(2), workers_job(active=1), pods=[PENDING_WORKER]),
         "Running",
         ["GenerationReady=False/Released", "WorkersReady=False/Starting"],
         "no worker has run since 2026-03-01T12:01:00Z; the first that runs brings them back",
-        {
-            "startTime": stamp(0),
-            "conditions": [READY, condition("WorkersReady", False, "Unschedulable", "too few CPUs", seconds=60)],
-        },
+        WITHOUT_WORKERS,
         seconds=660,
     ),
     Row(
         "the same in time",
-        observed(deployment(2), workers_job(active=1), pods=[pod("workers", "0", phase="Pending", shard=0)]),
+        observed(deployment(2), workers_job(active=1), pods=[PENDING_WORKER]),
         "Running",
         ["GenerationReady=True/Ready"],
         "",
-        {
-            "startTime": stamp(0),
-            "conditions": [READY, condition("WorkersReady", False, "Unschedulable", "too few CPUs", seconds=60)],
-        },
+        WITHOUT_WORKERS,
         seconds=659,
     ),
     Row(
         "engines that were given back stay so",
-        observed(workers_job(active=1), pods=[pod("workers", "0", phase="Pending", shard=0)]),
+        observed(workers_job(active=1), pods=[PENDING_WORKER]),
         "Running",
         ["GenerationReady=False/Released"],
         "no worker has run since",
-        {
-            "startTime": stamp(0),
-            "conditions": [
-                condition("GenerationReady", False, "Released", seconds=660),
-                condition("WorkersReady", False, "Unschedulable", "too few CPUs", seconds=60),
-            ],
-        },
+        WITHOUT_ENGINES,
         seconds=9000,
     ),
     Row(
         "a worker runs again, and the engines start",
         observed(
             workers_job(active=1),
-            pods=[pod("workers", "0", shard=0, container={"ready": True, "state": {"running": {}}})],
+            pods=[RUNNING_WORKER],
         ),
         "Running",
         ["GenerationReady=False/Starting", "WorkersReady=True/Running"],
         "0 of 2 replicas are ready",
-        {
-            "startTime": stamp(0),
-            "conditions": [
-                condition("GenerationReady", False, "Released", seconds=660),
-                condition("WorkersReady", False, "Unschedulable", "too few CPUs", seconds=60),
-            ],
-        },
+        WITHOUT_ENGINES,
         seconds=9000,
     ),
     Row(
@@ -736,7 +753,7 @@ ROWS = [
         observed(
             deployment(),
             workers_job(active=1),
-            pods=[pod("workers", "0", shard=0, container={"ready": True, "state": {"running": {}}})],
+            pods=[RUNNING_WORKER],
         ),
         "Running",
         ["GenerationReady=False/Starting", "WorkersReady=True/Running"],
@@ -752,7 +769,7 @@ ROWS = [
     ),
     Row(
         "workers that never ran: the startup deadline counts",
-        observed(deployment(2), workers_job(active=1), pods=[pod("workers", "0", phase="Pending", shard=0)]),
+        observed(deployment(2), workers_job(active=1), pods=[PENDING_WORKER]),
         "Running",
         ["GenerationReady=True/Ready"],
         "",
@@ -1180,6 +1197,23 @@ def test_the_remaining_time_grows_while_turns_are_played_and_nothing_ends() -> N
 def test_a_pace_is_forgotten_in_a_quarter_of_an_hour() -> None:
     looks = [(900.0 * number, 10 * number) for number in range(1, 4)]
     assert remaining(*looks, (3600.0, 60)) == pytest.approx(40 / 30 * 900, abs=2)
+
+
+def test_a_message_that_only_repeats_itself_does_not_grow() -> None:
+    """The kubelet backs off while another pod was preempted: what is told of that is not told twice."""
+    pulling = waiting("ErrImagePull", "manifest unknown")
+    backing_off = waiting("ImagePullBackOff", 'Back-off pulling image "x:1"')
+    first, *later = [
+        replace(observed(deployment(1), pods=engine(**container)), departed=[preempted(pod("generation", "b"))])
+        for container in (pulling, backing_off, backing_off)
+    ]
+    status = compute_status(compute_facts(job(), raw(BEGUN), first, SETTINGS, at(60)))
+    told = next(item for item in status["conditions"] if item["type"] == "GenerationReady")
+    assert "manifest unknown" in told["message"]
+    assert told["message"].count("PreemptionByScheduler") == 1
+    for number, facts in enumerate(later):
+        status = compute_status(compute_facts(job(), raw(status), facts, SETTINGS, at(120 + 60 * number)))
+        assert next(item for item in status["conditions"] if item["type"] == "GenerationReady") == told
 
 
 def test_what_departed_workers_said_is_counted() -> None:

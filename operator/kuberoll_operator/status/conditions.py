@@ -177,14 +177,14 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     parts = (f"{state.ready} of {state.desired} replicas are ready", lost, removed)
     count = "; ".join(filter(None, parts))
     cause = Cause(state.reason, state.message)
-    if state.repeats and before.get("reason") == state.reason:
-        cause = cause._replace(message=str(before.get("message", "")))
     if facts.ready:
         less = state.ready < state.desired or not state.stable
         words = (blocked.message if blocked else "") or (cause.message if less else "")
         return True, Reason.READY, redact("; ".join(part for part in (count, state.note, words) if part))
     if blocked:
         return False, blocked.reason, blocked.message
+    if state.repeats and before.get("reason") == state.reason:
+        return False, state.reason, str(before.get("message", ""))
     if cause.message and cause.reason != Reason.STARTING and not removed:
         return False, cause.reason, cause.message
     reason = cause.reason
@@ -297,10 +297,11 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     if lost and not running:
         return False, Reason.NODE_LOST, text
     on_its_way = shards.active > len(living) or any(_is_new(pod, facts.now) for pod in living)
-    if running or (before.get("status") == "True" and problem is None and on_its_way):
+    unhindered = problem is None or problem.reason == Reason.STARTING
+    if running or (before.get("status") == "True" and unhindered and on_its_way):
         return True, Reason.RUNNING, text
     if problem is not None:
-        return False, *_stable_message(problem, before)
+        return False, *_stable_message(problem._replace(message=redact(f"{problem.message}{gone}")), before)
     if job.spec.workers.replicas == 0:
         return False, Reason.STARTING, f"workers.replicas is 0, {count}"
     return False, Reason.CRASHING if bad else Reason.STARTING, text
