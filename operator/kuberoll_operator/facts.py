@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -22,7 +22,7 @@ from kuberoll_operator.backends.pods import (
     any_active,
     describe_exit,
     is_disrupted,
-    is_lost,
+    is_running,
     last_exit,
     pods_of,
     redact,
@@ -32,7 +32,7 @@ from kuberoll_operator.backends.pods import (
 from kuberoll_operator.deadlines import active_deadline, idle_deadline, startup_deadlines
 from kuberoll_operator.kube.resources import SANDBOX_CLAIMS
 from kuberoll_operator.messages import finish_message, worker_message
-from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, status_of
+from kuberoll_operator.model import Object, Observed, Ref, condition, indexes, is_true, status_of
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.policy_access import policy_access_problem
@@ -247,8 +247,7 @@ def _is_idle(
     deadline = idle_deadline(job, status, settings.idle_engines_seconds)
     if deadline is None or now < deadline or not shards.started or shards.done:
         return False
-    workers = pods_of(observed.pods, names.WORKERS)
-    return not any((pod.get("status") or {}).get("phase") == "Running" and not is_lost(pod) for pod in workers)
+    return not any(map(is_running, pods_of(observed.pods, names.WORKERS)))
 
 
 def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | None:
@@ -623,17 +622,6 @@ def _budget_problem(job: RolloutJob, message: FinishMessage) -> Cause | None:
         f"allows{cause}"
     )
     return Cause(Reason.FAILURE_BUDGET, redact(text))
-
-
-def indexes(text: str) -> list[int]:
-    """Kubernetes' "1,3-5" as a list of numbers."""
-    return list(_indexes(text))
-
-
-def _indexes(text: str) -> Iterator[int]:
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
 
 
 def is_at_rest(live: Mapping[str, Any]) -> bool:

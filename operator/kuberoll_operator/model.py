@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -158,3 +158,14 @@ def is_true(status: Mapping[str, Any], kind: str) -> bool:
 def status_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The status of an object; empty if it has none."""
     return raw.get("status") or {}
+
+
+def indexes(text: str) -> list[int]:
+    """Kubernetes' "1,3-5" as a list of numbers."""
+    return list(_indexes(text))
+
+
+def _indexes(text: str) -> Iterator[int]:
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)

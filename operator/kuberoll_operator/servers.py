@@ -176,7 +176,7 @@ def _state(observed: Observed, owner: str, deployment: str, component: str, labe
     current = live is not None and status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
     ready = min(desired, int(status.get("readyReplicas", 0))) if current else 0
     creation = None if live is None else pod_creation_problem(live)
-    found = first_problem(diagnose(mine, component, observed.signs), creation)
+    found = first_problem((diagnose(mine, component, observed.signs), creation))
     return ServerState(owner, ready, desired, found)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from kuberoll_operator.podtemplate import merge
+
 Object = dict[str, Any]
 
 VARIABLE = "KUBEROLL_FAULTS"
@@ -137,13 +139,6 @@ class Cluster:
         command = str(self.options[what]).replace("NODE", node)
         self.note(command)
         subprocess.run(command, shell=True, check=True)
-
-
-def merge(base: Any, over: Any) -> Any:
-    """`over` merged into `base`."""
-    if not isinstance(base, dict) or not isinstance(over, dict):
-        return over
-    return {**base, **{key: merge(base.get(key), value) for key, value in over.items()}}
 
 
 def options() -> Mapping[str, Any] | None:

@@ -19,8 +19,8 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import names
 from kuberoll_operator.backends import backend_of
-from kuberoll_operator.facts import compute_facts, indexes
-from kuberoll_operator.model import Object, Observed, Plan, StatusPatch, is_true
+from kuberoll_operator.facts import compute_facts
+from kuberoll_operator.model import Object, Observed, Plan, StatusPatch, indexes, is_true
 from kuberoll_operator.plan import plan
 from kuberoll_operator.status.job_status import compute_status, next_deadline
 from kuberoll_operator.transitions import transitions

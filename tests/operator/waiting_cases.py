@@ -99,9 +99,11 @@ def tell(case: Mapping[str, Any], seconds: float | None = None) -> Told:
     pods = sorted(observed.pods, key=lambda pod: str(pod["metadata"]["name"]))
     deployment = observed.get("Deployment", "j-generation")
     found = first_problem(
-        diagnose(pods, CONTAINERS[case["component"]], signs),
-        None if deployment is None else pod_creation_problem(deployment),
-        owner_problem(signs, "Job", "j-workers"),
+        (
+            diagnose(pods, CONTAINERS[case["component"]], signs),
+            None if deployment is None else pod_creation_problem(deployment),
+            owner_problem(signs, "Job", "j-workers"),
+        )
     )
     lost, removed = describe_lost(pods), describe_removed(pods)
     reason = found.reason if found else Reason.NODE_LOST if lost else Reason.POD_REMOVED if removed else Reason.STARTING

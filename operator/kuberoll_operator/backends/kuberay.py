@@ -102,10 +102,12 @@ class KubeRay:
         desired = self._desired(job, pods)
         full = _is_complete(status)
         found = first_problem(
-            _failure(status),
-            diagnose(pods, "generation", observed.signs),
-            owner_problem(observed.signs, "RayCluster", ray_cluster_of(live or {})),
-            _unfinished(status),
+            (
+                _failure(status),
+                diagnose(pods, "generation", observed.signs),
+                owner_problem(observed.signs, "RayCluster", ray_cluster_of(live or {})),
+                _unfinished(status),
+            )
         )
         ready = desired if full else self._answering(job, pods, desired, status)
         return GenerationState(

@@ -100,9 +100,11 @@ class Native:
         current = live is not None and status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
         ready = min(desired, int(status.get("readyReplicas", 0))) if current else 0
         found = first_problem(
-            diagnose(pods, "generation", observed.signs),
-            pod_creation_problem(live) if live else None,
-            owner_problem(observed.signs, "StatefulSet", names.leader_worker_set(job.metadata.name)),
+            (
+                diagnose(pods, "generation", observed.signs),
+                pod_creation_problem(live) if live else None,
+                owner_problem(observed.signs, "StatefulSet", names.leader_worker_set(job.metadata.name)),
+            )
         )
         return GenerationState(
             ready=ready,

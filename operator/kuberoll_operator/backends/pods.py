@@ -186,6 +186,11 @@ def is_lost(pod: Mapping[str, Any]) -> bool:
     )
 
 
+def is_running(pod: Mapping[str, Any]) -> bool:
+    """True if a pod runs, as far as its node is heard of."""
+    return (pod.get("status") or {}).get("phase") == "Running" and not is_lost(pod)
+
+
 def describe_lost(pods: Iterable[Object]) -> str:
     """What is known of the lost ones among pods; empty if there are none."""
     lost = [pod for pod in pods if is_lost(pod)]
@@ -216,7 +221,7 @@ def diagnose(pods: Sequence[Object], container: str, signs: Signs = NO_SIGNS) ->
         for pod in living:
             if (found := find(pod, container)) is not None:
                 return found
-    return first_problem(*(find(pod, signs) for find in (_not_started, _unscheduled) for pod in living))
+    return first_problem(find(pod, signs) for find in (_not_started, _unscheduled) for pod in living)
 
 
 def missing_secrets(pods: Iterable[Object]) -> set[str]:
@@ -245,10 +250,14 @@ def pod_creation_problem(owner: Mapping[str, Any]) -> PodProblem | None:
     return _problem(creation_cause(str(failure.get("message", ""))))
 
 
-def first_problem(*problems: PodProblem | None) -> PodProblem | None:
-    """The first problem; one that only says what is under way only if there is no other."""
-    found = [problem for problem in problems if problem is not None]
-    return next((problem for problem in found if problem.reason != Reason.STARTING), found[0] if found else None)
+def first_problem(problems: Iterable[PodProblem | None]) -> PodProblem | None:
+    """The first problem, after which no other is looked at; what is only under way counts if there is none."""
+    under_way = None
+    for problem in problems:
+        if problem is not None and problem.reason != Reason.STARTING:
+            return problem
+        under_way = under_way or problem
+    return under_way
 
 
 def owner_problem(signs: Signs, kind: str, name: str) -> PodProblem | None:

@@ -103,15 +103,15 @@ class SignReader:
                 answer.claim = await self._client.get(PERSISTENT_VOLUME_CLAIMS, key.namespace, subject.name)
                 answer.claim_is_known = True
         except ApiError as error:
-            self._told(PERSISTENT_VOLUME_CLAIMS.kind, error)
+            self._log_failure(PERSISTENT_VOLUME_CLAIMS.kind, error)
         try:
             items = self._client.items(CLUSTER_EVENTS, key.namespace, fields=selector)
             answer.events = [read_event(item) async for item in items]
         except ApiError as error:
-            self._told(CLUSTER_EVENTS.kind, error)
+            self._log_failure(CLUSTER_EVENTS.kind, error)
         return answer
 
-    def _told(self, kind: str, error: ApiError) -> None:
+    def _log_failure(self, kind: str, error: ApiError) -> None:
         """Note that something cannot be read: a job without an explanation still goes on."""
         if isinstance(error, Forbidden):
             if kind not in self._refused:

@@ -19,7 +19,7 @@ from kuberoll_operator.backends.pods import (
     describe_removed,
     diagnose,
     first_problem,
-    is_lost,
+    is_running,
     owner_problem,
     pods_of,
     redact,
@@ -173,7 +173,7 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     if facts.stage is Stage.CHECKING and blocked is None:
         return False, Reason.WAITING_FOR_CHECK, "engines start when the workers' inputs have been checked"
     lost = describe_lost(pods_of(observed.pods, names.GENERATION))
-    removed = "" if state.ready >= state.desired else describe_removed(_ever(observed, names.GENERATION))
+    removed = "" if state.ready >= state.desired else describe_removed(_with_departed(observed, names.GENERATION))
     parts = (f"{state.ready} of {state.desired} replicas are ready", lost, removed)
     count = "; ".join(filter(None, parts))
     cause = Cause(state.reason, state.message)
@@ -274,7 +274,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         text = redact(f"workers start when generation is ready{more}")
         return False, Reason.WAITING_FOR_GENERATION, text
     living = [pod for pod in pods_of(observed.pods, names.WORKERS) if any_active([pod])]
-    running = sum(pod.get("status", {}).get("phase") == "Running" and not is_lost(pod) for pod in living)
+    running = sum(map(is_running, living))
     lost = describe_lost(living)
     bad = [
         (end.finished, shard) for shard, end in shards.exits.items() if end.exit_code not in {0, contract.EXIT_DRAINED}
@@ -288,7 +288,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     servers = "" if without is None else f"; {without.text}"
     gone = f"; {lost}" if lost else ""
     wanted = min(job.spec.workers.replicas, shards.count - shards.succeeded - len(shards.failed))
-    if running < wanted and (removed := describe_removed(_ever(observed, names.WORKERS))):
+    if running < wanted and (removed := describe_removed(_with_departed(observed, names.WORKERS))):
         gone += f"; {removed}"
     problem = _problem(observed, living, "worker", names.workers(job.metadata.name))
     # Those that run do not say what keeps the others from it.
@@ -312,7 +312,7 @@ def _is_new(pod: Object, now: datetime) -> bool:
     return born is not None and (now - born).total_seconds() < _NEW_SECONDS
 
 
-def _ever(observed: Observed, component: str) -> list[Object]:
+def _with_departed(observed: Observed, component: str) -> list[Object]:
     """Pods of a component, those that are gone, too."""
     return pods_of([*observed.pods, *observed.departed], component)
 
@@ -343,7 +343,7 @@ def _problem(observed: Observed, pods: Sequence[Object], container: str, job: st
     if observed.unmountable and any(awaits_start(pod) for pod in pods):
         # They name the job's own fields.
         return PodProblem(Reason.POD_CONFIG, redact("; ".join(observed.unmountable)))
-    return first_problem(diagnose(pods, container, observed.signs), owner_problem(observed.signs, "Job", job))
+    return first_problem((diagnose(pods, container, observed.signs), owner_problem(observed.signs, "Job", job)))
 
 
 def _stable_message(problem: PodProblem, before: Mapping[str, Any]) -> tuple[str, str]:

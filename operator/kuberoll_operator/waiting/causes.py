@@ -104,10 +104,10 @@ def scheduling_cause(pod: Mapping[str, Any], claims: Sequence[Claim], signs: Sig
         # The scheduler also names the node while volumes are made for it.
         words = f"node {node} is kept for it until pods of lower priority there have ended, or its volumes are made"
         return Explanation("preempting", Reason.UNSCHEDULABLE, f"{words}; {found.message}")
+    if "Insufficient" in text and (asked := _requests(pod)):
+        found = found._replace(message=f"{found.message} (it asks for {asked})")
     if said := autoscaler_words(signs.about("Pod", str(pod["metadata"].get("name")))):
         found = found._replace(message=f"{found.message}; {said}")
-    if "Insufficient" in text and (asked := _requests(pod)):
-        return found._replace(message=f"{found.message} (it asks for {asked})")
     return found
 
 
@@ -158,18 +158,21 @@ def start_cause(pod: Mapping[str, Any], signs: Signs) -> Explanation | None:
             found = explain(event.message, rules.SANDBOX, otherwise=Reason.POD_SANDBOX)
         elif event.reason in _HOOK_EVENTS:
             found = explain(event.message, rules.CONTAINERS, otherwise=Reason.POD_CONFIG)
-    if found is None and pulling is not None and awaits_start(pod):
-        return Explanation("pulling", Reason.STARTING, f"{_lower(pulling.message)} since {_whole(pulling.seen)}")
     if found is not None:
         return found
+    if pulling is not None and awaits_start(pod):
+        return Explanation("pulling", Reason.STARTING, f"{_lower(pulling.message)} since {_in_seconds(pulling.seen)}")
     if is_unready(pod):
-        failed = [event for event in events if event.reason == "Unhealthy" and event.type == "Warning"]
-        return (
-            Explanation("probe", Reason.STARTING, f"it runs and is not ready: {failed[-1].message}") if failed else None
-        )
+        return _probe_cause(events)
     if awaits_start(pod) and not status_of(pod).get("containerStatuses"):
         return _silent_node(pod, events, signs)
     return _preparation(pod)
+
+
+def _probe_cause(events: Iterable[ClusterEvent]) -> Explanation | None:
+    """What a probe last said about a pod that runs; None if it said nothing."""
+    failed = [event for event in events if event.reason == "Unhealthy" and event.type == "Warning"]
+    return Explanation("probe", Reason.STARTING, f"it runs and is not ready: {failed[-1].message}") if failed else None
 
 
 def _preparation(pod: Mapping[str, Any]) -> Explanation | None:
@@ -289,5 +292,5 @@ def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _whole(time: str) -> str:
+def _in_seconds(time: str) -> str:
     return f"{time.partition('.')[0].removesuffix('Z')}Z"

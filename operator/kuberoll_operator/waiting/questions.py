@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from kuberoll_operator import names
 from kuberoll_operator.deadlines import parse_time
-from kuberoll_operator.model import Object, Observed, condition, is_true, status_of
+from kuberoll_operator.model import Object, Observed, condition, indexes, is_true, status_of
 from kuberoll_operator.signs import Subject
 from kuberoll_operator.waiting.causes import awaits_start, claims_of, is_unready, is_unscheduled
 
@@ -98,15 +98,9 @@ def _lacks_pods(job: Mapping[str, Any]) -> bool:
     spec, status = job.get("spec") or {}, status_of(job)
     if spec.get("suspend") or any(is_true(status, kind) for kind in ("Complete", "Failed", "FailureTarget")):
         return False
-    done = int(status.get("succeeded") or 0) + _indexes(str(status.get("failedIndexes") or ""))
+    done = int(status.get("succeeded") or 0) + len(indexes(str(status.get("failedIndexes") or "")))
     wanted = min(int(spec.get("parallelism", 1)), int(spec.get("completions") or 1) - done)
     return int(status.get("active") or 0) < wanted
-
-
-def _indexes(text: str) -> int:
-    """How many numbers Kubernetes' "1,3-5" has."""
-    ends = [part.partition("-") for part in text.split(",") if part]
-    return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
 
 
 def ray_cluster_of(service: Mapping[str, Any]) -> str:

@@ -596,7 +596,6 @@ def explain(text: str, rules: Iterable[Rule], *, otherwise: str, remedies: int =
         return Explanation("", otherwise, text)
     (first, match), *_ = matches
     said = first.words.format(**_groups(match)) if first.words else text
-    # "Insufficient X" of a GPU also is that of any resource.
     told = dict.fromkeys(rule.remedy.format(**_groups(found)) for rule, found in matches[:remedies] if rule.remedy)
     return Explanation(first.cause, first.reason, "; ".join([said.rstrip("."), *told]), first.vague)
 
