@@ -161,6 +161,15 @@ def test_what_no_cluster_can_run_is_refused_without_one(spec: Any, words: str, t
     assert words in error
 
 
+def test_a_claim_beside_a_job_is_looked_at_before_both_are_applied(tmp_path: Path) -> None:
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "runs"}}
+    job = manifest(output={"uri": "pvc://runs/a"}, workers={"replicas": 2})
+    file = write(tmp_path, {**claim, "spec": {"accessModes": ["ReadWriteOncePod"]}}, job)
+    code, output, error = run(file, "--print")
+    assert (code, output) == (2, "")
+    assert "the claim runs is of access mode ReadWriteOncePod, which takes one pod at a time" in error
+
+
 def test_jobs_of_different_namespaces_need_one_to_go_to(tmp_path: Path) -> None:
     other = manifest("other")
     other["metadata"]["namespace"] = "elsewhere"

@@ -97,8 +97,9 @@ def _jobs_of(manifest: Manifest, file: Path, namespace: str, include: tuple[str,
     from kuberoll_operator.console.shipping import applied_object, files_config_map, with_files
 
     found, mistakes = [], []
+    others = [document.value for document in manifest.others]
     for item in manifest.jobs:
-        check = check_for_cluster(item.job, file.parent, include=include)
+        check = check_for_cluster(item.job, file.parent, include=include, others=others)
         mistakes += [item.mistake(*problem) for problem in check.problems]
         if mistakes:
             continue
