@@ -25,6 +25,11 @@ def parse_time(text: Any) -> datetime | None:
     return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
+def format_time(time: datetime) -> str:
+    """A Kubernetes timestamp, whole seconds."""
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def active_deadline(job: RolloutJob, status: Mapping[str, Any], *, stored: bool) -> datetime | None:
     """Moment at which `activeDeadlineSeconds` ends; None if there is none. Suspension resets the clock.
 

@@ -31,6 +31,7 @@ from kuberoll_operator.facts import (
     workload_of,
     workload_ref,
 )
+from kuberoll_operator.lost_pods import end_lost_pods
 from kuberoll_operator.model import Object, Observed, Plan, Ref, StatusPatch, condition, is_true, status_of
 from kuberoll_operator.render import RenderContext
 from kuberoll_operator.render.check import MUTABLE as MUTABLE_CHECK
@@ -62,6 +63,7 @@ def plan(facts: Facts) -> Plan:
         stopped, unstoppable = _suspended_jobs(facts)
         return Plan(
             apply=tuple(render.seal(child) for child in stopped),
+            patch=_lost_pods(facts),
             delete=_deletable([*_engine_refs(job, observed), *server_refs(job, observed), *unstoppable], facts),
         )
     engines = _engine_refs(job, observed)
@@ -87,7 +89,7 @@ def plan(facts: Facts) -> Plan:
         delete.append(workload_ref(job))
     return Plan(
         apply=tuple(apply),
-        patch=_workload_patches(facts),
+        patch=(*_workload_patches(facts), *_lost_pods(facts)),
         delete=_deletable(delete, facts),
     )
 
@@ -128,6 +130,10 @@ def _with_commit(job: RolloutJob, commit: str | None) -> RolloutJob:
     model = job.spec.generation.model.model_copy(update={"revision": commit})
     generation = job.spec.generation.model_copy(update={"model": model})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"generation": generation})})
+
+
+def _lost_pods(facts: Facts) -> tuple[StatusPatch, ...]:
+    return end_lost_pods(facts.observed.pods, facts.now) if facts.settings.replace_lost_workers else ()
 
 
 def _ttl_has_passed(facts: Facts) -> bool:

@@ -21,6 +21,7 @@ from kuberoll_api.paths import format_path
 from kuberoll_operator import names, queueing
 from kuberoll_operator.backends.pods import missing_secrets
 from kuberoll_operator.cache import Cache
+from kuberoll_operator.deadlines import format_time
 from kuberoll_operator.defaults import with_defaults
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.job_reader import JobReader
@@ -39,8 +40,9 @@ from kuberoll_operator.kube.errors import (
 )
 from kuberoll_operator.kube.events import EventContent, Recorder
 from kuberoll_operator.kube.quota import QuotaReader
-from kuberoll_operator.kube.resources import ROLLOUT_JOBS, resource_of, resource_of_object
+from kuberoll_operator.kube.resources import PODS, ROLLOUT_JOBS, resource_of, resource_of_object
 from kuberoll_operator.kube.sign_reader import SignReader
+from kuberoll_operator.lost_pods import next_loss
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key, Object, Observed, Plan, WriteError, is_true, status_of
 from kuberoll_operator.mounts import config_map_uses
@@ -50,7 +52,7 @@ from kuberoll_operator.polling import ReportPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.servers import claim_refs
 from kuberoll_operator.settings import Settings
-from kuberoll_operator.status.job_status import compute_status, format_time, next_deadline
+from kuberoll_operator.status.job_status import compute_status, next_deadline
 from kuberoll_operator.transitions import transitions
 from kuberoll_operator.waiting.causes import awaits_start
 from kuberoll_operator.waiting.questions import questions
@@ -146,8 +148,7 @@ class Reconciler:
         # Some things that a queued job waits for are not watched, such as its priority class.
         missing = observed.errors or observed.unmountable
         waits = [SLOW_SECONDS] if missing or new.get("phase") == "Queued" else []
-        if next_signs is not None:
-            waits.append(next_signs)
+        waits += [seconds for seconds in (next_signs, next_loss(observed.pods, now)) if seconds is not None]
         if claim_refs(observed):
             # A claim whose sandbox ended in its first minute is replaced later.
             waits.append(SLOW_SECONDS)
@@ -229,13 +230,29 @@ class Reconciler:
                 resource = resource_of_object(wanted)
                 self._cache.add_written(resource, found)
                 children[place] = found
+        pods = {pod["metadata"]["name"]: pod for pod in observed.pods}
         for change in planned.patch:
             resource = resource_of(change.ref.api_version, change.ref.kind)
-            found = await self._client.patch_status(
-                resource, key.namespace, change.ref.name, change.status, names.STATUS_MANAGER, version=change.version
-            )
+            try:
+                found = await self._client.patch_status(
+                    resource,
+                    key.namespace,
+                    change.ref.name,
+                    change.status,
+                    names.STATUS_MANAGER,
+                    version=change.version,
+                )
+            except Forbidden as error:
+                if resource != PODS:
+                    raise
+                # The status says what else brings a lost pod's successor.
+                errors[change.ref.kind, change.ref.name] = self._write_error(error)
+                continue
             self._cache.add_written(resource, found)
-            children[change.ref.kind, change.ref.name] = found
+            if resource == PODS:
+                pods[change.ref.name] = found
+            else:
+                children[change.ref.kind, change.ref.name] = found
         for item in planned.delete:
             live = children.get((item.kind, item.name))
             if live is None:
@@ -248,7 +265,7 @@ class Reconciler:
                 if not isinstance(error, Conflict):
                     errors[item.kind, item.name] = self._write_error(error)
             self._applier.forget(key, uid)
-        return replace(observed, children=children, errors=errors)
+        return replace(observed, children=children, errors=errors, pods=list(pods.values()))
 
     def _write_error(self, error: ApiError) -> WriteError:
         """The error as it is recorded in the status.

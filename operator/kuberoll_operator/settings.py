@@ -124,6 +124,11 @@ class Settings(BaseModel):
         description="Seconds without a running worker after which the engines of a job under way are given back, until "
         "one runs.",
     )
+    replace_lost_workers: bool = Field(
+        default=True,
+        description="Whether pods of workers that were deleted, and whose node does not answer, are marked as ended, "
+        "so that others take their place.",
+    )
     namespaces: tuple[str, ...] = Field(default=(), description="Namespaces to watch; none: all.")
     leader_election: bool = Field(default=True, description="Reconcile only while holding the lease.")
     lease_name: str = Field(default="kuberoll-operator", description="Name of the lease.")

@@ -155,6 +155,7 @@ def test_the_operator_understands_its_environment(values: dict[str, Any]) -> Non
         assert found == values.get("jobs", {}).get(name, 65532)
     assert settings.egress_ports == (443,)
     assert settings.workload_identity == values.get("jobs", {}).get("workloadIdentity", True)
+    assert settings.replace_lost_workers == values.get("jobs", {}).get("replaceLostWorkers", True)
     assert settings.default_output == (values.get("jobs", {}).get("defaultOutput") or None)
 
 
@@ -205,7 +206,7 @@ def rules(*files: str) -> list[dict[str, Any]]:
     ]
 
 
-NAMESPACED = ("operator", "leaderworkersets", "sandboxclaims", "queues")
+NAMESPACED = ("operator", "lost-workers", "leaderworkersets", "sandboxclaims", "queues")
 RULES = rules(*NAMESPACED, "queues-cluster")
 
 
@@ -230,6 +231,7 @@ def test_rights_are_exactly_these() -> None:
         ("kueue.x-k8s.io", "resourceflavors"): {"get"},
         ("kueue.x-k8s.io", "workloadpriorityclasses"): {"get"},
         ("", "pods"): {"get", "list", "watch"},
+        ("", "pods/status"): {"patch"},
         ("", "events"): {"list"},
         ("", "persistentvolumeclaims"): {"get"},
         ("", "secrets"): {"create"},
@@ -239,12 +241,13 @@ def test_rights_are_exactly_these() -> None:
 
 def test_who_wants_neither_queues_nor_sets_nor_sandboxes_gives_no_rights_for_them() -> None:
     values = {"queues": {"enabled": False}, "leaderWorkerSet": {"enabled": False}, "agentSandbox": {"enabled": False}}
+    values["jobs"] = {"replaceLostWorkers": False}
     plain = rendered(values)
     assert one(plain, "ClusterRole", "kuberoll-operator")["rules"] == rules("operator")
     [container] = one(plain, "Deployment")["spec"]["template"]["spec"]["containers"]
     given = {item["name"]: item.get("value") for item in container["env"]}
     off = {"KUBEROLL_QUEUES": "false", "KUBEROLL_KUEUE": "false", "KUBEROLL_LEADER_WORKER_SET": "false"}
-    off["KUBEROLL_AGENT_SANDBOX"] = "false"
+    off["KUBEROLL_AGENT_SANDBOX"] = off["KUBEROLL_REPLACE_LOST_WORKERS"] = "false"
     assert off.items() <= given.items()
     some = rendered({**values, "watch": {"namespaces": ["team-a"]}})
     assert of_kind(some, "ClusterRoleBinding") == []

@@ -723,6 +723,45 @@ async def test_an_operator_that_may_not_read_events_goes_on(tmp_path: Path) -> N
         assert condition(it.job["status"], conditions.WORKERS_READY)["reason"] == "Starting"
 
 
+def lost_worker() -> Object:
+    """A worker's pod that Kubernetes has deleted, on a node that does not answer."""
+    found = pod("workers", "0-a", shard=0, container={"ready": True, "state": {"running": {}}})
+    found["metadata"] |= {"namespace": NAMESPACE, "uid": "u", "deletionTimestamp": "2030-01-01T00:00:00Z"}
+    found["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    return {**found, "apiVersion": "v1", "kind": "Pod", "spec": {"nodeName": "node-b"}}
+
+
+async def test_a_worker_on_a_lost_node_is_ended_so_that_another_takes_its_place(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        it.generation_is_ready()
+        await it.settle()
+        it.server.put(lost_worker())
+        await it.settle()
+        found = it.server.get("pods", NAMESPACE, "puzzle-workers-0-a")
+        assert found is not None
+        assert found["status"]["phase"] == "Failed"
+        assert is_true(found["status"], "DisruptionTarget")
+        # What it said as long as nobody knew: that there will be no other one.
+        assert "no other pod is made" not in condition(it.job["status"], conditions.WORKERS_READY)["message"]
+
+
+async def test_an_operator_that_may_not_end_lost_pods_says_what_else_brings_their_successors(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        it.generation_is_ready()
+        await it.settle()
+        words = {"reason": "Forbidden", "message": "pods/status is forbidden"}
+        it.server.faults.append(
+            Fault(lambda asked: asked.plural == "pods" and asked.method == "PATCH", 403, words, times=None)
+        )
+        it.server.put(lost_worker())
+        await it.settle()
+        told = condition(it.job["status"], conditions.WORKERS_READY)
+        assert told["reason"] == "NodeLost"
+        assert "no other pod is made until the node is back" in told["message"]
+
+
 def checked(it: Bench) -> Object:
     """The condition of the workers' check."""
     return dict(condition(it.job["status"], conditions.WORKERS_CHECKED))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from kuberoll_operator.backends.pods import (
 from kuberoll_operator.cache import trim
 from kuberoll_operator.deadlines import parse_time
 from kuberoll_operator.kube.resources import PODS
+from kuberoll_operator.lost_pods import end_lost_pods
 from kuberoll_operator.model import Object, Observed
 from kuberoll_operator.signs import Signs, Subject, in_order, read_event
 from kuberoll_operator.waiting.questions import questions
@@ -94,7 +96,8 @@ def tell(case: Mapping[str, Any], seconds: float | None = None) -> Told:
     """What the operator says of a case, so many seconds after the last thing happened."""
     if seconds is None:
         seconds = LATE_SECONDS if case["cause"] in LATE else SECONDS
-    observed, now = observe(case), last_moment(case) + timedelta(seconds=seconds)
+    now = last_moment(case) + timedelta(seconds=seconds)
+    observed = _without_lost(observe(case), now)
     signs = read(case, [question.subject for question in questions(observed, now)], now)
     pods = sorted(observed.pods, key=lambda pod: str(pod["metadata"]["name"]))
     deployment = observed.get("Deployment", "j-generation")
@@ -108,6 +111,13 @@ def tell(case: Mapping[str, Any], seconds: float | None = None) -> Told:
     lost, removed = describe_lost(pods), describe_removed(pods)
     reason = found.reason if found else Reason.NODE_LOST if lost else Reason.POD_REMOVED if removed else Reason.STARTING
     return Told(reason, found.message if found else "", lost, removed)
+
+
+def _without_lost(observed: Observed, now: datetime) -> Observed:
+    """A case after what the operator itself does about pods on lost nodes."""
+    ended = {patch.ref.name: patch.status for patch in end_lost_pods(observed.pods, now)}
+    pods = [{**pod, "status": {**pod["status"], **ended.get(pod["metadata"]["name"], {})}} for pod in observed.pods]
+    return replace(observed, pods=pods)
 
 
 def _is_about(regarding: Mapping[str, Any], subject: Subject) -> bool:

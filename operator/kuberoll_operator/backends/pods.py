@@ -205,7 +205,10 @@ def describe_lost(pods: Iterable[Object]) -> str:
         return text
     # Kubernetes makes no second pod of an index while it cannot know that the first one has ended.
     taint = f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
-    return f"{text}; no other pod is made until the node is back, or has the taint of one that is shut down: {taint}"
+    return (
+        f"{text}; no other pod is made until the node is back, or has the taint of one that is shut down: {taint}; or "
+        "let the operator end such pods: jobs.replaceLostWorkers of the chart"
+    )
 
 
 def diagnose(pods: Sequence[Object], container: str, signs: Signs = NO_SIGNS) -> PodProblem | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 from kuberoll_api import conditions
@@ -16,7 +16,14 @@ from kuberoll_operator.backends import runs_in_job
 from kuberoll_operator.backends.pods import (
     pods_of,
 )
-from kuberoll_operator.deadlines import active_deadline, end_of_life, idle_deadline, parse_time, startup_deadlines
+from kuberoll_operator.deadlines import (
+    active_deadline,
+    end_of_life,
+    format_time,
+    idle_deadline,
+    parse_time,
+    startup_deadlines,
+)
 from kuberoll_operator.facts import STOPPED, UNDER_WAY, Facts, Stage
 from kuberoll_operator.model import condition, is_true, status_of
 from kuberoll_operator.status.conditions import Verdict, conditions_of, merge_conditions, served_version
@@ -104,11 +111,6 @@ def next_deadline(
             due = [time for time in due if time is not None and time > now]
     seconds = [(time - now).total_seconds() for time in due if time is not None]
     return max(0.0, min(seconds)) if seconds else None
-
-
-def format_time(time: datetime) -> str:
-    """A Kubernetes timestamp, whole seconds."""
-    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _phase(facts: Facts, found: Mapping[str, Verdict]) -> str:
