@@ -60,6 +60,7 @@ class Reason:
     READY: Final = "Ready"
     EXTERNAL: Final = "External"
     RELEASED: Final = "Released"
+    WAITING_FOR_TURN: Final = "WaitingForTurn"
     # WorkersReady
     WAITING_FOR_GENERATION: Final = "WaitingForGeneration"
     RUNNING: Final = "Running"

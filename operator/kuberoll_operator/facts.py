@@ -32,7 +32,7 @@ from kuberoll_operator.backends.pods import (
 from kuberoll_operator.deadlines import active_deadline, idle_deadline, startup_deadlines
 from kuberoll_operator.kube.resources import SANDBOX_CLAIMS
 from kuberoll_operator.messages import finish_message, worker_message
-from kuberoll_operator.model import Object, Observed, Ref, condition, indexes, is_true, status_of
+from kuberoll_operator.model import Key, Object, Observed, Ref, condition, indexes, is_true, status_of
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.policy_access import policy_access_problem
@@ -152,6 +152,7 @@ class Facts:
         quota: The job's share of a queue's quota.
         released: True if no pod of the job holds resources any more.
         idle: True if the engines are to be given back, because no worker has run for a while.
+        first: The older job for which this one steps back: it holds no engines and has no workers; None: it goes on.
     """
 
     job: RolloutJob
@@ -174,6 +175,12 @@ class Facts:
     quota: Quota
     released: bool
     idle: bool = False
+    first: Key | None = None
+
+    @property
+    def wants_engines(self) -> bool:
+        """True if engines and services are to run."""
+        return self.stage in UNDER_WAY and not self.idle and self.first is None
 
 
 def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Facts:
@@ -207,23 +214,25 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
         finish=end,
         quota=quota,
     )
+    stage = _stage(
+        job,
+        raw,
+        ready=ready,
+        served_now=unready(services) is None,
+        shards=shards,
+        check=check,
+        finish=end,
+        failure=failure,
+        quota=quota,
+    )
+    first = observed.first if stage in UNDER_WAY and not _any_worker_runs(observed) else None
     return Facts(
         job=job,
         raw=raw,
         observed=observed,
         settings=settings,
         now=now,
-        stage=_stage(
-            job,
-            raw,
-            ready=ready,
-            served_now=unready(services) is None,
-            shards=shards,
-            check=check,
-            finish=end,
-            failure=failure,
-            quota=quota,
-        ),
+        stage=stage if first is None else Stage.STARTING,
         backend=name,
         hosting=backend.hosting(job, raw["metadata"]["namespace"], settings),
         generation=generation,
@@ -238,6 +247,7 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
         quota=quota,
         released=generation.released and not any_active(observed.pods),
         idle=_is_idle(job, status, observed, shards, settings, now),
+        first=first,
     )
 
 
@@ -247,7 +257,11 @@ def _is_idle(
     deadline = idle_deadline(job, status, settings.idle_engines_seconds)
     if deadline is None or now < deadline or not shards.started or shards.done:
         return False
-    return not any(map(is_running, pods_of(observed.pods, names.WORKERS)))
+    return not _any_worker_runs(observed)
+
+
+def _any_worker_runs(observed: Observed) -> bool:
+    return any(map(is_running, pods_of(observed.pods, names.WORKERS)))
 
 
 def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | None:

@@ -94,6 +94,7 @@ class Observed:
         unmountable: What is missing of the ConfigMaps that pods wait for; empty while no pod waits for volumes.
         signs: What was read about what waits.
         output_claim: The PersistentVolumeClaim of the output, while there are no workers; None if it is not known.
+        first: The older job whose turn it is to get the room that both lack; None if this job may go on.
     """
 
     children: Mapping[tuple[str, str], Object] = field(default_factory=dict)
@@ -106,6 +107,7 @@ class Observed:
     unmountable: Sequence[str] = ()
     signs: Signs = NO_SIGNS
     output_claim: Object | None = None
+    first: Key | None = None
 
     def get(self, kind: str, name: str) -> Object | None:
         """The child of this kind and name; None if it does not exist."""

@@ -21,7 +21,6 @@ from kuberoll_operator.backends.pods import (
 from kuberoll_operator.deadlines import end_of_life
 from kuberoll_operator.facts import (
     STOPPED,
-    UNDER_WAY,
     Facts,
     Stage,
     is_at_rest,
@@ -72,8 +71,7 @@ def plan(facts: Facts) -> Plan:
     apply: list[Object] = []
     # Trajectories in flight in a draining worker need their engine until they end, or they fail.
     draining = facts.stage in STOPPED and any_active(pods_of(observed.pods, names.WORKERS))
-    wanted_engines = facts.stage in UNDER_WAY and not facts.idle
-    delete: list[Ref] = [] if draining or wanted_engines else list(engines)
+    delete: list[Ref] = [] if draining or facts.wants_engines else list(engines)
     if facts.stage in STOPPED and not draining:
         delete += server_refs(job, observed)
     if facts.stage is not Stage.CHECKING and (
@@ -174,10 +172,9 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
                 for wanted in render.build_sandbox_claims(context)
                 if ref(wanted) not in gone and not is_dying(live := observed.get(wanted["kind"], ref(wanted).name))
             ]
-    if facts.stage in UNDER_WAY:
-        if not facts.idle:
-            children += backend.engines(context, observed, now)
-            outdated += backend.outdated(job, observed)
+    if facts.wants_engines:
+        children += backend.engines(context, observed, now)
+        outdated += backend.outdated(job, observed)
         children += [
             keep_shape(wanted, observed.get("Deployment", wanted["metadata"]["name"]), MUTABLE_SERVICES)
             for wanted in render.build_service_deployments(context)

@@ -54,6 +54,7 @@ from kuberoll_operator.servers import claim_refs
 from kuberoll_operator.settings import Settings
 from kuberoll_operator.status.job_status import compute_status, next_deadline
 from kuberoll_operator.transitions import transitions
+from kuberoll_operator.turns import Turns
 from kuberoll_operator.waiting.causes import awaits_start
 from kuberoll_operator.waiting.questions import questions
 
@@ -85,6 +86,7 @@ class Reconciler:
         self._signs = SignReader(client)
         self._claims = ClaimReader(client)
         self._jobs = JobReader(client, cache)
+        self._turns = Turns(settings.turn_seconds)
 
     async def reconcile(self, key: Key) -> float | None:
         """Reconcile one job once.
@@ -111,6 +113,7 @@ class Reconciler:
             self._applier.forget_job(key, gone=True)
             self._signs.forget(key)
             self._jobs.forget(key)
+            self._turns.forget(key)
             return None
         if raw["spec"].get("managedBy", names.MANAGED_BY) != names.MANAGED_BY:
             return None
@@ -122,6 +125,10 @@ class Reconciler:
         observed = await self._with_output_claim(key, job, observed)
         observed = await self._with_unmountable(key, job, observed)
         observed, next_signs = await self._with_signs(key, observed)
+        queued = queueing.queue_of(job, self._settings) is not None
+        if not queued:
+            # Kueue has an order of its own.
+            observed = replace(observed, first=self._turns.first(key, raw, self._now()))
         for name in missing_secrets(observed.pods):
             self._applier.mark_missing(key, name)
         planned = plan(compute_facts(job, raw, observed, self._settings, self._now()))
@@ -134,6 +141,8 @@ class Reconciler:
         observed = await self._execute(key, planned, observed)
         now = self._now()
         old, new = status_of(raw), compute_status(compute_facts(job, raw, observed, self._settings, now))
+        if not queued:
+            self._turns.note(key, raw, new, now)
         if new != old:
             await self._write_status(raw, old, new, transitions(old, new), now)
         if is_true(new, conditions.COMPLETE) or is_true(new, conditions.FAILED):
@@ -148,6 +157,9 @@ class Reconciler:
         # Some things that a queued job waits for are not watched, such as its priority class.
         missing = observed.errors or observed.unmountable
         waits = [SLOW_SECONDS] if missing or new.get("phase") == "Queued" else []
+        if observed.first is not None:
+            # Nothing tells this job that the other one has room.
+            waits.append(settings.progress_seconds)
         waits += [seconds for seconds in (next_signs, next_loss(observed.pods, now)) if seconds is not None]
         if claim_refs(observed):
             # A claim whose sandbox ended in its first minute is replaced later.

@@ -124,6 +124,11 @@ class Settings(BaseModel):
         description="Seconds without a running worker after which the engines of a job under way are given back, until "
         "one runs.",
     )
+    turn_seconds: Seconds = Field(
+        default=300.0,
+        description="Seconds without room in the cluster after which younger jobs without room give their engines "
+        "back, so that an older one has room for its workers.",
+    )
     replace_lost_workers: bool = Field(
         default=True,
         description="Whether pods of workers that were deleted, and whose node does not answer, are marked as ended, "

@@ -219,3 +219,14 @@ def test_services_need_quota_as_engines_do() -> None:
     assert counts == {"generation": 1, "service-0": 2, "service-1": 1, "workers": 2}
     first = next(item for item in workload["spec"]["podSets"] if item["name"] == "service-0")
     assert first["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
+
+
+def test_services_are_given_back_with_the_engines_while_no_worker_runs() -> None:
+    """They hold GPUs as engines do; made again in the reconcile that deletes them, they would come and go."""
+    ended = condition("WorkersReady", False, "Unschedulable", seconds=-900)
+    since = condition("GenerationReady", True, "Ready", seconds=-1000)
+    made = facts(observed(deployment(2), service(), workers_job(active=1)), CHECKED, since, ended)
+    assert made.idle
+    found = plan(made)
+    assert {item.name for item in found.delete} >= {"puzzle-generation", "puzzle-service-0"}
+    assert [item["metadata"]["name"] for item in found.apply if item["kind"] == "Deployment"] == []

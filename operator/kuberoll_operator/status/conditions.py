@@ -26,7 +26,7 @@ from kuberoll_operator.backends.pods import (
 )
 from kuberoll_operator.deadlines import parse_time
 from kuberoll_operator.facts import UNDER_WAY, Cause, Facts, Stage, is_at_rest, is_ours
-from kuberoll_operator.model import Object, Observed, condition, is_true, status_of
+from kuberoll_operator.model import Key, Object, Observed, condition, is_true, status_of
 from kuberoll_operator.render.servers import claim_names, claimed, served
 from kuberoll_operator.servers import ServerState, first_unready, unready
 from kuberoll_operator.waiting.causes import awaits_start
@@ -167,6 +167,8 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         since = condition(old, conditions.WORKERS_READY).get("lastTransitionTime")
         words = f"the engines are given back: no worker has run since {since}; the first that runs brings them back"
         return False, Reason.RELEASED, words
+    if facts.first is not None:
+        return False, Reason.WAITING_FOR_TURN, _turn(facts.first, facts)
     blocked = facts.name_conflict or _error(
         observed, job, names.config, names.generation, names.generation_pods, names.ray_service
     )
@@ -192,6 +194,14 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         # What is under way gives way to what has happened.
         reason = Reason.NODE_LOST if lost else Reason.POD_REMOVED if removed else reason
     return False, reason, redact("; ".join(filter(None, (count, cause.message))))
+
+
+def _turn(first: Key, facts: Facts) -> str:
+    # Who may see a job need not see those of other namespaces.
+    ours = first.namespace == facts.raw["metadata"]["namespace"]
+    who = f"the older job {first.name}" if ours else "an older job of another namespace"
+    words = "has engines and no room for its workers, and goes first"
+    return f"the cluster has no room: {who} {words}; this job's engines start when it has, or after some minutes"
 
 
 def _weights_served(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
