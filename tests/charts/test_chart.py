@@ -159,6 +159,29 @@ def test_the_operator_understands_its_environment(values: dict[str, Any]) -> Non
     assert settings.default_output == (values.get("jobs", {}).get("defaultOutput") or None)
 
 
+LOST = [
+    {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+    for key in ("not-ready", "unreachable")
+]
+FOREVER = {"key": "node.kubernetes.io/unreachable", "operator": "Exists"}
+ALL = {"operator": "Exists"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], LOST),
+        ([{"key": "a", "operator": "Exists"}], [{"key": "a", "operator": "Exists"}, *LOST]),
+        ([FOREVER], [FOREVER, LOST[0]]),
+        ([ALL], [ALL]),
+    ],
+    ids=["none", "others", "their own", "all"],
+)
+def test_the_operator_leaves_a_lost_node_soon(given: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    found = one(rendered({"operator": {"tolerations": given}}), "Deployment")["spec"]["template"]["spec"]
+    assert found["tolerations"] == expected
+
+
 def test_the_operator_s_policy_lets_it_ask_what_it_asks() -> None:
     """Progress of workers, weights of generation pods, and with KubeRay those of Serve."""
     policy = one(rendered(MATRIX["locked down"]), "NetworkPolicy")
