@@ -34,6 +34,14 @@ volumes: volumes.yaml                    # instead of a class: what makes the cl
 image: kuberoll/worker:TAG               # of the jobs' engines and workers; absent: the chart's
 break: ssh NODE sudo ip link set eth0 down   # takes a node off the network; absent: no node is lost
 mend: ssh NODE sudo ip link set eth0 up
+kill: power off NODE                     # without telling Kubernetes; absent: no node is killed
+revive: power on NODE
+stopKubelet: ssh NODE sudo systemctl stop kubelet
+startKubelet: ssh NODE sudo systemctl start kubelet
+fillDisk: ssh NODE sudo fallocate -l 900G /var/lib/kubelet/full
+clearDisk: ssh NODE sudo rm /var/lib/kubelet/full
+removeDns: kubectl -n kube-system scale deployment coredns --replicas 0
+restoreDns: kubectl -n kube-system scale deployment coredns --replicas 2
 """
 
 

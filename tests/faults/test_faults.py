@@ -91,6 +91,44 @@ def test_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
     check_trajectories(cluster, "lost", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("fault", "mend", "words"),
+    [
+        ("kill", "revive", "its node {} does not answer"),
+        ("stopKubelet", "startKubelet", "its node {} does not answer"),
+        ("fillDisk", "clearDisk", "was removed from node {}"),
+    ],
+)
+def test_a_node_that_fails_until_the_job_has_ended(
+    cluster: Cluster, tmp_path: Path, fault: str, mend: str, words: str
+) -> None:
+    if fault not in cluster.options:
+        pytest.skip(f"the options do not say how: {fault}")
+    name = fault.lower()
+    start(cluster, name)
+    node = cluster.pods(name, "workers")[0]["spec"]["nodeName"]
+    cluster.change_node(fault, node)
+    try:
+        cluster.until(name, has("WorkersReady", words=words.format(node)))
+        # Without the node, and without somebody who says that it is gone.
+        check_trajectories(cluster, name, tmp_path)
+    finally:
+        cluster.change_node(mend, node)
+
+
+def test_names_that_nobody_resolves(cluster: Cluster, tmp_path: Path) -> None:
+    if "removeDns" not in cluster.options:
+        pytest.skip("the options say no way to remove the cluster's DNS")
+    start(cluster, "dns")
+    cluster.change_node("removeDns", "")
+    try:
+        before = int(cluster.get("rlj", "dns")["status"]["progress"]["completed"])
+        cluster.until("dns", lambda found: int(found["progress"]["completed"]) >= before + 200)
+    finally:
+        cluster.change_node("restoreDns", "")
+    check_trajectories(cluster, "dns", tmp_path)
+
+
 def test_an_engine_that_stands_still(cluster: Cluster, tmp_path: Path) -> None:
     start(cluster, "still")
     name = cluster.pods("still", "generation")[0]["metadata"]["name"]
