@@ -50,6 +50,7 @@ class Reason:
     UNSCHEDULABLE: Final = "Unschedulable"
     IMAGE_PULL: Final = "ImagePullError"
     ENGINE_FAILED: Final = "EngineFailed"
+    CONTAINER_FAILED: Final = "ContainerFailed"
     CRASHING: Final = "Crashing"
     POD_CONFIG: Final = "PodConfigError"
     VOLUME: Final = "VolumeNotReady"

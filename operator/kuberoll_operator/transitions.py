@@ -52,6 +52,7 @@ PROBLEMS: Final = frozenset(
         Reason.UNSCHEDULABLE,
         Reason.IMAGE_PULL,
         Reason.ENGINE_FAILED,
+        Reason.CONTAINER_FAILED,
         Reason.CRASHING,
         Reason.POD_CONFIG,
         Reason.VOLUME,

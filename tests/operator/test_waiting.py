@@ -18,7 +18,7 @@ from kuberoll_operator.cache import Cache
 from kuberoll_operator.kube.errors import Forbidden, Unavailable
 from kuberoll_operator.kube.resources import PODS, Resource
 from kuberoll_operator.kube.sign_reader import LAST_SECONDS, PATIENT_LAST_SECONDS, SignReader
-from kuberoll_operator.model import Key, Object
+from kuberoll_operator.model import Key, Object, Observed
 from kuberoll_operator.signs import ClusterEvent, Signs, Subject, in_order, read_event
 from kuberoll_operator.transitions import PROBLEMS
 from kuberoll_operator.waiting import rules
@@ -257,6 +257,67 @@ def test_an_image_that_is_pulled_is_told_of_as_under_way() -> None:
     found = start_cause(creating(), Signs(events={("Pod", "puzzle-workers-a"): [pulling]}, time=NOW))
     assert found is not None
     assert found[1:3] == (Reason.STARTING, 'pulling image "registry/generation:1" since 2026-11-27T12:00:09Z')
+
+
+PROBE_WORDS = 'Get "http://10.244.1.13:8080/livez": context deadline exceeded'
+
+
+def restarted_pod(code: int = 137, **state: Any) -> Object:
+    """The recorded pod of an engine that does not become ready, after its first container was ended."""
+    [found] = [item for item in load("startup-probe-failing")["objects"] if item["kind"] == "Pod"]
+    end = {
+        "exitCode": code,
+        "reason": "Error",
+        "startedAt": "2026-11-27T12:00:10Z",
+        "finishedAt": "2026-11-27T12:00:40Z",
+    }
+    running = {"running": {"startedAt": "2026-11-27T12:00:41Z"}}
+    found["status"]["containerStatuses"][0] |= {"restartCount": 1, "lastState": {"terminated": end}, "state": running}
+    found["status"]["containerStatuses"][0] |= state
+    return found
+
+
+def told_of_probe(pod: Object, *events: ClusterEvent) -> str:
+    signs = Signs(events={("Pod", pod["metadata"]["name"]): events}, time=NOW)
+    found = diagnose([pod], "generation", signs)
+    assert found is not None
+    return found.message
+
+
+@pytest.mark.parametrize("kind", ["Liveness", "Startup"])
+@pytest.mark.parametrize("code", [137, 143])
+def test_a_container_that_a_probe_has_ended_was_not_just_killed(kind: str, code: int) -> None:
+    failed = event("Unhealthy", f"{kind} probe failed: {PROBE_WORDS}", 38)
+    ended = event("Killing", f"Container generation failed {kind.lower()} probe, will be restarted", 38, "Normal")
+    pod = restarted_pod(code)
+    for order in ((failed, ended), (ended, failed)):
+        assert told_of_probe(pod, *order) == f"its {kind.lower()} probe failed: {PROBE_WORDS}"
+    # Of events that are asked about: its status alone does not say it.
+    subjects = [question.subject.name for question in questions(Observed(pods=[pod]), NOW)]
+    assert subjects == [pod["metadata"]["name"]]
+    waits = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
+    backing_off = restarted_pod(code, state=waits)
+    assert told_of_probe(backing_off, failed, ended) == f"its {kind.lower()} probe failed: {PROBE_WORDS}"
+    assert [question.subject.kind for question in questions(Observed(pods=[backing_off]), NOW)] == ["Pod"]
+
+
+def test_a_probe_that_ended_another_container_or_an_earlier_start_is_not_the_cause() -> None:
+    failed = event("Unhealthy", f"Liveness probe failed: {PROBE_WORDS}", 5)
+    earlier = event("Killing", "Container generation failed liveness probe, will be restarted", 5, "Normal")
+    other = event("Killing", "Container sidecar failed liveness probe, will be restarted", 38, "Normal")
+    readiness = event("Unhealthy", "Readiness probe failed: HTTP probe failed with statuscode: 503", 39)
+    stopped = event("Killing", "Stopping container generation", 38, "Normal")
+    told = told_of_probe(restarted_pod(), failed, earlier, other, readiness, stopped)
+    assert told == "killed by SIGKILL (exit code 137)"
+
+
+def test_a_worker_that_ends_is_no_engine() -> None:
+    """The reason of a part that starts a model is the engine's; that of what runs environments is not."""
+    worker = pod("workers", shard=0, container={"state": {"terminated": {"exitCode": 1, "message": "no such file"}}})
+    engine = pod("generation", container={"state": {"terminated": {"exitCode": 1, "message": "no such file"}}})
+    found = {name: diagnose([item], name) for name, item in (("worker", worker), ("generation", engine))}
+    reasons = {name: problem.reason for name, problem in found.items() if problem is not None}
+    assert reasons == {"worker": Reason.CONTAINER_FAILED, "generation": Reason.ENGINE_FAILED}
 
 
 @given(st.text(max_size=200))

@@ -20,6 +20,7 @@ from kuberoll_operator.waiting.causes import (
     creation_cause,
     is_unscheduled,
     owner_cause,
+    probe_that_failed,
     removal_cause,
     scheduling_cause,
     start_cause,
@@ -30,6 +31,9 @@ MESSAGE_CHARACTERS: Final = 1000
 
 # A container that was killed by a signal has 128 plus the signal's number as exit code.
 _SIGNALS: Final = range(128 + 1, 128 + 65)
+
+# Containers that load a model: an engine's, and the server of a service.
+_SERVERS_OF_MODELS: Final = frozenset({names.GENERATION, names.SERVICE})
 
 _IMAGE_REASONS: Final = frozenset(
     {
@@ -98,6 +102,7 @@ class ContainerExit(NamedTuple):
         pod: Name of its pod.
         finished: Time, as the kubelet wrote it.
         message: Its termination message, not redacted.
+        started: Time of its start, as the kubelet wrote it.
     """
 
     pod: str
@@ -105,6 +110,7 @@ class ContainerExit(NamedTuple):
     reason: str
     finished: str
     message: str
+    started: str = ""
 
 
 def redact(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
@@ -160,6 +166,7 @@ def last_exit(pod: Mapping[str, Any], container: str) -> ContainerExit | None:
                     reason=str(found.get("reason", "")),
                     finished=str(found.get("finishedAt") or ""),
                     message=str(found.get("message") or ""),
+                    started=str(found.get("startedAt") or ""),
                 )
     return None
 
@@ -222,7 +229,7 @@ def diagnose(pods: Sequence[Object], container: str, signs: Signs = NO_SIGNS) ->
     living = [pod for pod in pods if not pod.get("metadata", {}).get("deletionTimestamp")]
     for find in (_image_problem, _pod_problem, _crash):
         for pod in living:
-            if (found := find(pod, container)) is not None:
+            if (found := find(pod, container, signs)) is not None:
                 return found
     return first_problem(find(pod, signs) for find in (_not_started, _unscheduled) for pod in living)
 
@@ -294,12 +301,18 @@ def _removed_at(pod: Object) -> str:
     return str(condition(pod.get("status") or {}, "DisruptionTarget").get("lastTransitionTime") or "")
 
 
-def describe_exit(last: ContainerExit) -> str:
-    """Description of a container's exit: its own message if it left one, else the kernel's reason."""
+def describe_exit(last: ContainerExit, probe: str = "") -> str:
+    """Description of a container's exit: its own message if it left one, else the kernel's reason.
+
+    Args:
+        probe: That the kubelet ended it because of a probe, as `probe_that_failed` says; empty if it did not.
+    """
     killed = last.exit_code in _SIGNALS
     words = redact(message_cause(last.message, killed=killed))
     if last.reason == "OOMKilled":
         return redact(f"out of memory (OOMKilled); raise the memory limit. {words}")
+    if probe:
+        return redact(f"{probe}; it was ended and said: {words}" if words else probe)
     if killed:
         text = f"killed by {_signal_name(last.exit_code - 128)} (exit code {last.exit_code})"
         return redact(f"{text}: {words}" if words else text)
@@ -346,7 +359,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _image_problem(pod: Object, container: str) -> PodProblem | None:  # noqa: ARG001
+def _image_problem(pod: Object, container: str, signs: Signs) -> PodProblem | None:  # noqa: ARG001
     for name, reason, message in _waiting(pod):
         if reason in _IMAGE_REASONS:
             told = explain(rules.shorten(message or reason), rules.IMAGES, otherwise=Reason.IMAGE_PULL)
@@ -355,7 +368,7 @@ def _image_problem(pod: Object, container: str) -> PodProblem | None:  # noqa: A
     return None
 
 
-def _pod_problem(pod: Object, container: str) -> PodProblem | None:  # noqa: ARG001
+def _pod_problem(pod: Object, container: str, signs: Signs) -> PodProblem | None:  # noqa: ARG001
     for name, reason, message in _waiting(pod):
         if reason in _POD_REASONS:
             told = explain(rules.shorten(message or reason), rules.CONTAINERS, otherwise=Reason.POD_CONFIG)
@@ -363,7 +376,7 @@ def _pod_problem(pod: Object, container: str) -> PodProblem | None:  # noqa: ARG
     return None
 
 
-def _crash(pod: Object, container: str) -> PodProblem | None:
+def _crash(pod: Object, container: str, signs: Signs) -> PodProblem | None:
     for status in _statuses(pod):
         name = str(status.get("name", ""))
         last = last_exit({**pod, "status": {"containerStatuses": [status]}}, name)
@@ -373,9 +386,11 @@ def _crash(pod: Object, container: str) -> PodProblem | None:
         waiting = (status.get("state") or {}).get("waiting") or {}
         # The count never decreases, so the reason of a container that keeps restarting does not flap.
         crashing = waiting.get("reason") == "CrashLoopBackOff" or int(status.get("restartCount", 0)) > 1
-        words = explain(rules.shorten(describe_exit(last)), rules.EXITS, otherwise=Reason.CRASHING).message
+        probe = probe_that_failed(signs.about("Pod", _name(pod)), name, last.started)
+        words = explain(rules.shorten(describe_exit(last, probe)), rules.EXITS, otherwise=Reason.CRASHING).message
         text = words if name == container else redact(f"container {name}: {words}")
-        return PodProblem(Reason.CRASHING if crashing else Reason.ENGINE_FAILED, text)
+        once = Reason.ENGINE_FAILED if container in _SERVERS_OF_MODELS else Reason.CONTAINER_FAILED
+        return PodProblem(Reason.CRASHING if crashing else once, text)
     return None
 
 

@@ -174,8 +174,10 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     )
     if facts.stage is Stage.CHECKING and blocked is None:
         return False, Reason.WAITING_FOR_CHECK, "engines start when the workers' inputs have been checked"
-    lost = describe_lost(pods_of(observed.pods, names.GENERATION))
-    removed = "" if state.ready >= state.desired else describe_removed(_with_departed(observed, names.GENERATION))
+    missing = state.ready < state.desired
+    # Of one that another one has replaced there is nothing to tell: it goes when its node is back, or is removed.
+    lost = describe_lost(pods_of(observed.pods, names.GENERATION)) if missing else ""
+    removed = describe_removed(_with_departed(observed, names.GENERATION)) if missing else ""
     parts = (f"{state.ready} of {state.desired} replicas are ready", lost, removed)
     count = "; ".join(filter(None, parts))
     cause = Cause(state.reason, state.message)

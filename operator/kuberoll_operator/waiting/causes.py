@@ -27,6 +27,14 @@ _BEFORE_START: Final = frozenset({"ContainerCreating", "PodInitializing"})
 _ASIDES: Final = re.compile(r"[\s.,]*(?:preemption: |no new claims to deallocate|still not schedulable).*$", re.DOTALL)
 _REMEDIES: Final = 2
 
+# What the kubelet says of probes: `Unhealthy`, and `Killing` when it ends a container for one.
+_PROBE_WORDS: Final = re.compile(
+    r"(?P<kind>Liveness|Startup) probe (?:failed|errored(?: and resulted in \w+ state)?): (?P<words>.*)"
+)
+_ENDED_FOR_PROBE: Final = re.compile(r"Container (?P<name>\S+) failed (?P<kind>liveness|startup) probe")
+# The exit code of a program that a signal has ended is greater.
+_SIGNALED: Final = 128
+
 UNSEEN_SECONDS: Final = 30
 """Seconds in which a scheduler looks at a pod, and a node begins with it."""
 
@@ -71,6 +79,17 @@ def is_unready(pod: Mapping[str, Any]) -> bool:
     if status.get("phase") != "Running" or condition(status, "Ready").get("status") != "False":
         return False
     return all((item.get("state") or {}).get("running") for item in status.get("containerStatuses") or ())
+
+
+def was_ended(pod: Mapping[str, Any]) -> bool:
+    """True if a container of a pod that lives was ended by a signal and is not ready since: perhaps for its probe."""
+    for item in _containers(status_of(pod)):
+        ends = ((item.get(state) or {}).get("terminated") or {} for state in ("state", "lastState"))
+        if not item.get("ready") and any(
+            end.get("exitCode", 0) > _SIGNALED and end.get("reason") != "OOMKilled" for end in ends
+        ):
+            return status_of(pod).get("phase") in {"Pending", "Running"}
+    return False
 
 
 def claims_of(pod: Mapping[str, Any]) -> list[str]:
@@ -173,6 +192,25 @@ def _probe_cause(events: Iterable[ClusterEvent]) -> Explanation | None:
     """What a probe last said about a pod that runs; None if it said nothing."""
     failed = [event for event in events if event.reason == "Unhealthy" and event.type == "Warning"]
     return Explanation("probe", Reason.STARTING, f"it runs and is not ready: {failed[-1].message}") if failed else None
+
+
+def probe_that_failed(events: Iterable[ClusterEvent], container: str, started: str) -> str:
+    """The probe for which the kubelet has ended a container that started at this time, in its words; empty: none.
+
+    Args:
+        events: Those about the pod.
+    """
+    since, told = parse_time(started), ""
+    words: dict[str, str] = {}
+    for event in in_order(events):
+        if event.reason == "Unhealthy" and (match := _PROBE_WORDS.match(event.message)):
+            words[match["kind"].lower()] = match["words"]
+        elif event.reason == "Killing" and (match := _ENDED_FOR_PROBE.match(event.message)):
+            seen = parse_time(event.seen)
+            # An event has whole seconds, and may be of an earlier start.
+            if match["name"] == container and (since is None or seen is None or seen >= since):
+                told = match["kind"].lower()
+    return f"its {told} probe failed: {words[told]}" if told in words else f"its {told} probe failed" if told else ""
 
 
 def _preparation(pod: Mapping[str, Any]) -> Explanation | None:

@@ -13,7 +13,7 @@ from kuberoll_operator import names
 from kuberoll_operator.deadlines import parse_time
 from kuberoll_operator.model import Object, Observed, condition, indexes, is_true, status_of
 from kuberoll_operator.signs import Subject
-from kuberoll_operator.waiting.causes import awaits_start, claims_of, is_unready, is_unscheduled
+from kuberoll_operator.waiting.causes import awaits_start, claims_of, is_unready, is_unscheduled, was_ended
 
 GRACE_SECONDS: Final = 10.0
 """Seconds in which an ordinary start needs no explanation."""
@@ -58,6 +58,9 @@ def _questions(observed: Observed, now: datetime) -> Iterator[Question]:
         unready = next((pod for pod in pods if is_unready(pod)), None)
         if unready is not None:
             yield Question(_subject(unready), _since(unready, "Ready", now), True)
+        ended = next((pod for pod in pods if was_ended(pod)), None)
+        if ended is not None:
+            yield Question(_subject(ended), _since(ended, "Ready", now), True)
         unscheduled = next((pod for pod in pods if is_unscheduled(pod)), None)
         if unscheduled is not None:
             scheduled = condition(status_of(unscheduled), "PodScheduled")
