@@ -58,10 +58,12 @@ class PodReports:
 
     Attributes:
         progress: Progress of workers, by shard.
+        counted: The newest counts of each shard, also of pods that are gone, until a successor has counted as much.
         served: Weights of the policy's replicas, by replica id.
     """
 
     progress: Mapping[int, PodProgress] = field(default_factory=dict)
+    counted: Mapping[int, PodProgress] = field(default_factory=dict)
     served: Mapping[str, ServedWeights] = field(default_factory=dict)
 
 
@@ -88,6 +90,7 @@ class Observed:
         departed: Deleted pods of a shard that had ended or that the cluster removed, the latest of each shard; and the
             latest of each other component that the cluster removed.
         progress: Progress of worker pods that answered, by shard.
+        counted: As in `PodReports`.
         served: Weights of replicas that answered, by replica id.
         errors: Failed writes of this reconcile, by kind and name.
         quota: Cluster-wide objects that its Workload refers to.
@@ -101,6 +104,7 @@ class Observed:
     pods: Sequence[Object] = ()
     departed: Sequence[Object] = ()
     progress: Mapping[int, PodProgress] = field(default_factory=dict)
+    counted: Mapping[int, PodProgress] = field(default_factory=dict)
     served: Mapping[str, ServedWeights] = field(default_factory=dict)
     errors: Mapping[tuple[str, str], WriteError] = field(default_factory=dict)
     quota: ClusterQuota = field(default_factory=ClusterQuota)

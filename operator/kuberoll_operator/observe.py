@@ -31,5 +31,10 @@ def observe(cache: Cache, key: Key, raw: Object, progress: Progress) -> Observed
     )
     heard = progress(key, raw, pods)
     return Observed(
-        children=cache.children(key), pods=pods, departed=departed, progress=heard.progress, served=heard.served
+        children=cache.children(key),
+        pods=pods,
+        departed=departed,
+        progress=heard.progress,
+        counted=heard.counted,
+        served=heard.served,
     )

@@ -98,6 +98,7 @@ class ReportPoller:
         self._token = token
         self._endpoints: dict[Key, _Endpoints] = {}
         self._known: dict[Key, dict[str, PodProgress]] = {}
+        self._counted: dict[Key, dict[int, PodProgress]] = {}
         self._served: dict[Key, dict[str, ServedWeights]] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(CONCURRENCY)
@@ -140,12 +141,13 @@ class ReportPoller:
             # A shard's pod and its successor may both exist for a moment.
             if item.shard not in progress or item.trajectories > progress[item.shard].trajectories:
                 progress[item.shard] = item
-        return PodReports(progress=progress, served=served)
+        return PodReports(progress=progress, counted=dict(self._counted.get(key, {})), served=served)
 
     def forget(self, key: Key) -> None:
         """Stop polling a job that is gone or has finished."""
         self._endpoints.pop(key, None)
         self._known.pop(key, None)
+        self._counted.pop(key, None)
         self._served.pop(key, None)
 
     async def _poll_repeatedly(self, key: Key) -> None:
@@ -172,6 +174,11 @@ class ReportPoller:
         served = served if endpoints.serve and served else {**served_before, **served}
         if any(before.get(uid) != answer for uid, answer in found.items()) or served != served_before:
             self._known[key] = {**before, **found}
+            counted = self._counted.setdefault(key, {})
+            for item in found.values():
+                # What is stored does not get less, but a new pod has counted nothing before it has read that.
+                if item.shard not in counted or item.trajectories >= counted[item.shard].trajectories:
+                    counted[item.shard] = item
             self._served[key] = served
             self._on_news(key)
         return len(found) == len(shards) and all(answer.turns for answer in found.values())

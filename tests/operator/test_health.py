@@ -194,8 +194,9 @@ async def test_pods_are_asked_in_the_background_whether_or_not_anybody_looks() -
         assert await pods.pauses.end() == 15
         assert await pods.pauses.started.get() == 15
         assert pods.told.empty()
-        # Gone with the pod.
-        assert poller.latest(KEY, RAW, []) == PodReports()
+        # Gone with the pod, but for what is counted.
+        later = poller.latest(KEY, RAW, [])
+        assert (later.progress, later.counted[3].trajectories) == ({}, 6)
 
 
 async def test_a_worker_that_has_just_started_is_asked_again_soon() -> None:
@@ -207,6 +208,30 @@ async def test_a_worker_that_has_just_started_is_asked_again_soon() -> None:
         pods.answer = {"shard": 3, "planned": 16, "turns": 1}
         assert await pods.pauses.end() == FIRST_SECONDS
         assert await pods.pauses.started.get() == 15
+
+
+async def test_what_a_shard_has_counted_stays_until_its_next_pod_has_counted_as_much() -> None:
+    pods = Pods()
+    async with pods.poller() as poller:
+        poller.latest(KEY, RAW, [worker(3)])
+        await pods.told.get()
+        for answer, counted in (
+            # A successor that has not read yet what is stored, and one that has; failed ones are tried again.
+            ({"shard": 3}, 5),
+            ({"shard": 3, "trajectories": 5, "failed": 1, "planned": 16}, 5),
+            ({"shard": 3, "trajectories": 5, "planned": 16}, 5),
+            ({"shard": 3, "trajectories": 9, "planned": 16}, 9),
+        ):
+            pods.answer = answer
+            poller.latest(KEY, RAW, [worker(3, uid="next")])
+            await pods.pauses.end()
+            await pods.told.get()
+            found = poller.latest(KEY, RAW, [worker(3, uid="next")])
+            assert found.counted[3].trajectories == counted
+            if "planned" in answer:
+                assert found.counted == found.progress
+        poller.forget(KEY)
+        assert poller.latest(KEY, RAW, []) == PodReports()
 
 
 async def test_nobody_is_asked_when_there_is_nobody_left() -> None:

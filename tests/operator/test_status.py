@@ -1085,6 +1085,15 @@ def test_progress_never_falls_when_a_pod_is_not_heard() -> None:
     assert later == {**first["progress"], "lastUpdated": stamp(90)}
 
 
+def test_a_shard_that_is_cut_off_keeps_its_numbers_while_others_go_on() -> None:
+    """Its pod is gone, or its successor has not counted yet: what the others do is seen all the same."""
+    facts = running((0, 3, 10), (1, 5, 10))
+    first = run(WITH_WORKERS, replace(facts, counted=facts.progress), 60)
+    for now in (running((0, 6, 10)), running((0, 6, 10), (1, 0, 0))):
+        later = run(first, replace(now, counted={**facts.progress, 0: now.progress[0]}), 90)["progress"]
+        assert (later["completed"], later["turns"], later["generatedTokens"]) == (11, 22, 110)
+
+
 def test_a_shard_is_counted_once_by_what_is_most() -> None:
     message = json.dumps({"shard": 0, "trajectories": 2, "failed": 1, "dropped": 1, "reward_sum": 1, "planned": 10})
     less = json.dumps({"shard": 0, "trajectories": 1, "planned": 10})
@@ -1214,6 +1223,17 @@ def test_a_message_that_only_repeats_itself_does_not_grow() -> None:
     for number, facts in enumerate(later):
         status = compute_status(compute_facts(job(), raw(status), facts, SETTINGS, at(120 + 60 * number)))
         assert next(item for item in status["conditions"] if item["type"] == "GenerationReady") == told
+
+
+def test_a_lost_engine_is_not_told_of_when_another_one_is_ready_in_its_place() -> None:
+    gone = leaving(on_lost_node(pod("generation", container={"ready": True})))
+    facts = observed(deployment(2), workers_job(active=1), pods=[gone, pod("workers", shard=0)])
+    [said] = [
+        item["message"]
+        for item in run(WITH_WORKERS, facts, 60, generation={"replicas": 2})["conditions"]
+        if item["type"] == "GenerationReady"
+    ]
+    assert said == "2 of 2 replicas are ready"
 
 
 def test_what_departed_workers_said_is_counted() -> None:

@@ -120,10 +120,11 @@ def _final_counts(before: Json, message: FinishMessage) -> Json:
 
 
 def _tallies(observed: Observed) -> list[_Tally]:
-    """Largest known counts of each shard: of the running pod, or from the messages of pods that have ended."""
+    """Largest known counts of each shard: of its pod, or what pods said before they were lost or when they ended."""
     known: dict[int, list[_Tally]] = {}
-    for shard, live in observed.progress.items():
-        known[shard] = [_tally(live)]
+    for reports in (observed.progress, observed.counted):
+        for shard, report in reports.items():
+            known.setdefault(shard, []).append(_tally(report))
     for pod in pods_of([*observed.pods, *observed.departed], names.WORKERS):
         message, index = worker_message(last_exit(pod, "worker")), shard_of(pod)
         # A pod that ended before it knew its shard has counted nothing.
