@@ -16,6 +16,7 @@ from pydantic import Field, StringConstraints
 from kuberoll_api.model.access import Scope as Scope
 from kuberoll_api.model.generation import Autoscaling, Generation, SelfCheck, SimulatedEngine, Weights
 from kuberoll_api.model.types import MAX_COUNT, Commit
+from kuberoll_api.status import Timestamp
 
 EXIT_FAILED: Final = 1
 """Exit code: any failure without a code of its own; another attempt may succeed."""
@@ -301,6 +302,33 @@ def user_config(weights: WeightsSource | None) -> dict[str, Any]:
     return {"weights": None if weights is None else {"uri": weights.uri, "version": weights.version}}
 
 
+MOST_UNANSWERING: Final = 16
+"""Servers that a worker names at most, of those that do not answer it."""
+
+PROBLEM_CHARACTERS: Final = 200
+"""Maximum length of what is said of one of them, in characters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnansweringServer:
+    """A server that does not answer a worker.
+
+    Attributes:
+        url: Its base URL.
+        since: Time of its last sign of life by the worker's clock, or from when it has been tried since, in whole
+            seconds.
+        problem: Why it counts as one that does not answer.
+        requests: Requests that the worker had in flight there when it was found out, and open sessions of agents.
+        environment: The environment whose server it is; empty for a replica of the policy.
+    """
+
+    url: Annotated[str, StringConstraints(max_length=2048)]
+    since: Timestamp
+    problem: Annotated[str, StringConstraints(max_length=PROBLEM_CHARACTERS)] = ""
+    requests: _Count = 0
+    environment: Annotated[str, StringConstraints(max_length=253)] = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodProgress:
     """Answer of a worker pod at `/progress`: counts of its shard, including the work of earlier pods.
@@ -316,6 +344,8 @@ class PodProgress:
         waiting: What the shard waits for: its policy, and why that does not answer, or its lock; empty: nothing.
         held: Why it begins no prompt groups although it could: it waits for the run's trainer; empty if it does not.
         starved: That the run's trainer waits for prompt groups; empty if it does not.
+        answering: Replicas of the policy that the worker sends requests to; None: it has not begun to.
+        unanswering: Servers that do not answer it, those that have been silent for longest first.
     """
 
     shard: _Count
@@ -331,6 +361,8 @@ class PodProgress:
     waiting: _Failure = ""
     held: _Failure = ""
     starved: _Failure = ""
+    answering: _Count | None = None
+    unanswering: Annotated[tuple[UnansweringServer, ...], Field(max_length=MOST_UNANSWERING)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

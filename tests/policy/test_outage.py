@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.policy.outage import PATIENCE_SECONDS, Outage, OutageWatch
+from kuberoll_workers.policy.outage import PATIENCE_SECONDS, Outage, OutageWatch, Silence
 
 
 def test_a_replica_that_gets_no_requests_is_an_outage_at_once() -> None:
@@ -29,6 +29,24 @@ def test_one_replica_that_works_is_enough() -> None:
     watch.record_trouble("a", "refused", 0)
     watch.record_trouble("", "no list", 0)
     assert watch.update(100, usable=["b"]) is None
+
+
+def test_who_answers_that_it_is_busy_is_not_silent() -> None:
+    watch = OutageWatch()
+    watch.record_trouble("a", "503", 0, busy=True)
+    watch.record_trouble("b", "no route", 2, requests=7)
+    watch.record_trouble("", "no list", 0)
+    watch.record_trouble("b", "refused", 4, requests=0)
+    assert watch.silent(2 + PATIENCE_SECONDS - 0.1) == {}
+    # The newest reason, of a silence that has one beginning.
+    assert watch.silent(2 + PATIENCE_SECONDS) == {"b": Silence("refused", 2, 7)}
+    watch.record_trouble("a", "no route", 3)
+    assert list(watch.silent(20)) == ["b", "a"]
+    watch.keep(["a"])
+    assert list(watch.silent(20)) == ["a"]
+    watch.record_answer("a")
+    assert watch.silent(20) == {}
+    assert watch.update(20, usable=[]) == Outage("no route", 20)
 
 
 def test_health_without_answers_ends_an_outage_only_if_it_lasts() -> None:

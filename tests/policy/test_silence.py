@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 
@@ -15,9 +17,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_workers.policy import outage
 from kuberoll_workers.policy.agent_sessions import AgentSession, SessionSettings
 from kuberoll_workers.policy.interface import FatalRequest, GenerationRequest, PolicyRefused, PolicyUnavailable
-from kuberoll_workers.policy.routing import router, silence
+from kuberoll_workers.policy.routing import breaker, router, silence
 from kuberoll_workers.policy.routing.router import ReplicaLost, RoutedPolicy
 from kuberoll_workers.policy.routing.silence import SILENT_SECONDS, Loss, SilenceWatch
 from tests.policy import test_routing_faults as faults
@@ -195,9 +198,9 @@ async def test_the_only_replica_may_yet_answer_and_the_outage_has_a_reason() -> 
         made[0].working.clear()
         asking = asyncio.create_task(answer(policy, "0-0-0"))
         await until(lambda: policy.outage() is not None)
-        outage = policy.outage()
-        assert outage is not None
-        assert "no answer within" in outage.reason
+        found = policy.outage()
+        assert found is not None
+        assert "no answer within" in found.reason
         made[0].working.set()
         assert await asking == 0
         assert len(made[0].requests) == 1
@@ -308,6 +311,57 @@ def process_of_a_replica() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+async def test_a_process_that_is_stopped_is_told_of_until_it_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With since when, and what it had; also when nothing more waits for it."""
+    monkeypatch.setattr(outage, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(breaker, "LONGEST_SECONDS", 0.1)
+    with process_of_a_replica() as (process, url):
+        async with replicas(1) as made:
+            other = Replica(7)
+            other.url = url
+            async with routed(Changing(other, made[0])) as policy:
+                await until(lambda: policy.state().replicas.get("closed") == 2)
+                assert (policy.state().usable, list(policy.state().unanswering)) == (2, [])
+                before = time.time()
+                asking = [asyncio.create_task(answer(policy, f"{number}-0-0")) for number in range(8)]
+                await until(lambda: sum(not task.done() for task in asking) < 8)
+                waiting = sum(not task.done() for task in asking)
+                os.kill(process.pid, signal.SIGSTOP)
+                await asyncio.gather(*asking)
+                assert policy.state().usable == 1
+                [silent] = policy.state().unanswering
+                assert silent.url == url
+                assert 0 < silent.requests <= waiting
+                assert before <= silent.since <= time.time()
+                assert "no answer within" in silent.problem
+                # It is told of in the same words while it lasts.
+                await asyncio.sleep(0)
+                assert policy.state().unanswering[0].since == silent.since
+                os.kill(process.pid, signal.SIGCONT)
+                await until(lambda: policy.state().usable == 2)
+                assert list(policy.state().unanswering) == []
+
+
+async def test_a_replica_that_cannot_be_reached_is_told_of_until_it_leaves_the_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outage, "PATIENCE_SECONDS", 0.0)
+    async with replicas(1) as made:
+        away = Replica(8)
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            away.url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+            discovery = Changing(away)
+            async with routed(discovery) as policy:
+                await until(lambda: [item.url for item in policy.state().unanswering] == [away.url])
+                assert (policy.state().usable, policy.state().unanswering[0].requests) == (0, 0)
+                discovery.listed = [made[0]]
+                await until(lambda: policy.state().usable == 1)
+                assert list(policy.state().unanswering) == []
 
 
 @pytest.mark.slow

@@ -22,8 +22,9 @@ import sys
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
@@ -32,9 +33,12 @@ from kuberoll_api.contract import (
     EXIT_DRAINED,
     EXIT_FAILED,
     FAILURE_CHARACTERS,
+    MOST_UNANSWERING,
+    PROBLEM_CHARACTERS,
     PROGRESS_PORT,
     PodConfig,
     PodProgress,
+    UnansweringServer,
     WorkerMessage,
 )
 from kuberoll_api.http_server import metrics_route, serving
@@ -166,7 +170,24 @@ class ShardPod:
             waiting=self._waiting[:FAILURE_CHARACTERS],
             held=self._pace.held[:FAILURE_CHARACTERS],
             starved=self._pace.starved[:FAILURE_CHARACTERS],
+            **self._replicas(),
         )
+
+    def _replicas(self) -> dict[str, Any]:
+        """What the worker knows of the policy's replicas."""
+        if self.done or self._metrics.routing.read_state is None:
+            return {}
+        state = self._metrics.routing.read_state()
+        silent = [
+            UnansweringServer(
+                url=item.url,
+                since=datetime.fromtimestamp(item.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                problem=item.problem[:PROBLEM_CHARACTERS],
+                requests=item.requests,
+            )
+            for item in state.unanswering[:MOST_UNANSWERING]
+        ]
+        return {"answering": state.usable, "unanswering": tuple(silent)}
 
     def message(self, cause: str) -> bytes:
         """The termination message."""

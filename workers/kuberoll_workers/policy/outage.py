@@ -25,30 +25,68 @@ class RemotePolicy(Protocol):
         ...
 
 
+class Silence(NamedTuple):
+    """What is known of a replica that does not answer.
+
+    Attributes:
+        reason: The newest one.
+        since: Time of its last sign of life, or from when it has been tried since.
+        requests: Requests that were in flight there when it was found out.
+    """
+
+    reason: str
+    since: float
+    requests: int
+
+
 class OutageWatch:
     """The troubles of each replica since its last sign of life."""
 
     def __init__(self) -> None:
         self._troubles: dict[str, float] = {}
+        self._silent: dict[str, Silence] = {}
         self._reason = ""
         self._answered = False
         self._began: float | None = None
         # Since when a replica has been working again during an outage.
         self._recovered: float | None = None
 
-    def record_trouble(self, name: str, reason: str, since: float) -> None:
-        """Record why no request is answered by a replica, or why discovery does not find any, and since when."""
+    def record_trouble(self, name: str, reason: str, since: float, *, requests: int = 0, busy: bool = False) -> None:
+        """Record why no request is answered by a replica, or why discovery does not find any, and since when.
+
+        Args:
+            requests: Requests in flight there.
+            busy: True if it answers: that it takes no more requests, or none of ours.
+        """
         self._reason = reason
         self._troubles.setdefault(name, since)
+        if not busy:
+            first = self._silent.get(name)
+            self._silent[name] = Silence(reason, since, requests) if first is None else first._replace(reason=reason)
 
     def record_recovery(self, name: str) -> None:
         """Record that a replica is healthy, or that discovery works, or that the replica is gone for good."""
         self._troubles.pop(name, None)
+        self._silent.pop(name, None)
 
     def record_answer(self, name: str) -> None:
         """Record that a replica has answered a request."""
-        self._troubles.pop(name, None)
+        self.record_recovery(name)
         self._answered = True
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget the troubles of replicas that are not there any more: all but these, and discovery's."""
+        for name in self._troubles.keys() - {"", *names}:
+            self.record_recovery(name)
+
+    def silent(self, now: float) -> dict[str, Silence]:
+        """The replicas that have not answered for a while, by their names, those that are silent for longest first."""
+        found = [
+            (name, silence)
+            for name, silence in self._silent.items()
+            if name and now - silence.since >= PATIENCE_SECONDS
+        ]
+        return dict(sorted(found, key=lambda item: (item[1].since, item[0])))
 
     def update(self, now: float, *, usable: Collection[str]) -> Outage | None:
         """The present outage; None: there is none. It begins with the last trouble, and ends at a call.

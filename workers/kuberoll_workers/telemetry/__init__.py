@@ -13,7 +13,7 @@ from kuberoll_workers.telemetry.rollouts import (
     TrajectoryCounts,
     turn_bucket,
 )
-from kuberoll_workers.telemetry.routing import RequestOutcome, RoutingMetrics, RoutingState
+from kuberoll_workers.telemetry.routing import RequestOutcome, RoutingMetrics, RoutingState, Unanswering
 
 __all__ = [
     "FLUSH_SECONDS",
@@ -25,5 +25,6 @@ __all__ = [
     "RoutingMetrics",
     "RoutingState",
     "TrajectoryCounts",
+    "Unanswering",
     "turn_bucket",
 ]

@@ -20,6 +20,22 @@ MOVE_CAUSES = ("gone", "broken", "failed", "overload")
 _REPLICA_STATES = ("closed", "open", "half-open", "leaving")
 
 
+class Unanswering(NamedTuple):
+    """A replica that does not answer.
+
+    Attributes:
+        url: Its base URL.
+        since: Unix time of its last sign of life, or from when it has been tried since.
+        problem: Why it counts as one that does not answer.
+        requests: Requests that were in flight there when it was found out, and open sessions.
+    """
+
+    url: str
+    since: float
+    problem: str
+    requests: int
+
+
 class RoutingState(NamedTuple):
     """Present state of routing.
 
@@ -28,12 +44,16 @@ class RoutingState(NamedTuple):
         window: Number of concurrent requests that the replicas take, as far as known.
         replicas: Number of replicas by the state of their circuit breaker; `leaving`: no longer listed.
         idle: Number of usable replicas without a request, of this worker or another, as far as known.
+        usable: Number of replicas that get requests.
+        unanswering: Those that do not answer, the ones that have been silent for longest first.
     """
 
     waiting: int
     window: int
     replicas: Mapping[str, int]
     idle: int = 0
+    usable: int = 0
+    unanswering: Sequence[Unanswering] = ()
 
 
 class RoutingMetrics:

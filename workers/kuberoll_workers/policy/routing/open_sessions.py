@@ -24,6 +24,10 @@ class OpenSessions:
         """True if a replica has open sessions."""
         return bool(self._sessions.get(replica))
 
+    def count(self, replica: str) -> int:
+        """Number of open sessions at a replica."""
+        return len(self._sessions.get(replica, ()))
+
     def add(self, session: str, replica: str, url: str) -> None:
         """Record that a session was opened at a replica, whose base URL is `url`."""
         self._replicas[session] = replica

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -29,7 +30,7 @@ from kuberoll_workers.policy.routing.scheduler import WINDOW, Replica, RequestSc
 from kuberoll_workers.policy.routing.session_places import SessionPlaces
 from kuberoll_workers.policy.routing.sessions import Session
 from kuberoll_workers.policy.routing.silence import Loss, SilenceWatch
-from kuberoll_workers.telemetry import RoutingMetrics, RoutingState
+from kuberoll_workers.telemetry import RoutingMetrics, RoutingState, Unanswering
 
 Connect = Callable[[str], AbstractAsyncContextManager[ReplicaClient]]
 """Creates the client of a replica from its base URL."""
@@ -122,10 +123,15 @@ class RoutedPolicy:
         self._session_places = SessionPlaces()
         self._silence = SilenceWatch()
         self._open_sessions = OpenSessions()
+        # By replica that has not joined yet: its base URL.
+        self._tried: dict[str, str] = {}
         self._loop: asyncio.AbstractEventLoop
+        # What the clock on the wall is ahead of the loop's, at the start: a time is then told the same way each time.
+        self._ahead = 0.0
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
+        self._ahead = time.time() - self._loop.time()
         self._metrics.read_state = self.state
         self._start(self._refresh_replicas())
         self._start(self._watch_silence())
@@ -150,7 +156,14 @@ class RoutedPolicy:
             window=sum(replica.window.limit for replica in replicas if replica.usable),
             replicas=dict(states),
             idle=sum(replica.usable and not (replica.window.in_flight or replica.outside) for replica in replicas),
+            usable=sum(replica.usable for replica in replicas),
+            unanswering=list(self._unanswering()),
         )
+
+    def _unanswering(self) -> Iterator[Unanswering]:
+        for name, silence in self._outages.silent(self._loop.time()).items():
+            url = self._urls.get(name) or self._tried.get(name) or self._open_sessions.url(name) or name
+            yield Unanswering(url, silence.since + self._ahead, silence.reason, silence.requests)
 
     def outage(self) -> Outage | None:
         """The outage that requests wait for now; None: there is none."""
@@ -278,7 +291,7 @@ class RoutedPolicy:
                     self._silence.hear(replica.id, time())
                     if len(flights) == 1:
                         # Else it is busy with the others.
-                        self._outages.record_trouble(replica.id, str(error), time())
+                        self._outages.record_trouble(replica.id, str(error), time(), busy=True)
                     pause = admission.record_overload(ticket, time(), retry_after=error.retry_after)
                     self._loop.call_later(pause + _TIMER_SLACK_SECONDS, self._dispatch, replica)
                     self._watch(replica)
@@ -435,7 +448,7 @@ class RoutedPolicy:
         if error is not None:
             self._wake.set()
             if not replica.breaker.closed:
-                self._outages.record_trouble(replica.id, problem or str(error), self._loop.time())
+                self._record_trouble(replica.id, problem or str(error), self._loop.time())
         if replica.breaker.state == "open" and (name := f"revive {replica.id}") not in self._joining:
             _log.warning("replica %s gets no requests for now: %s", replica.id, error or "it is overloaded")
             self._joining.add(name)
@@ -508,12 +521,16 @@ class RoutedPolicy:
             if stalled:
                 self._note_death(name, flying)
             if (replica := self._admission.replicas.get(name)) is not None:
-                self._outages.record_trouble(name, problem, since)
+                self._record_trouble(name, problem, since)
                 self._admission.mark_down(replica, now)
                 self._watch(replica, PolicyUnavailable(problem), problem)
             self._leave_lost()
         finally:
             self._joining.discard(work)
+
+    def _record_trouble(self, name: str, problem: str, since: float) -> None:
+        requests = len(self._in_flight.get(name, ())) + self._open_sessions.count(name)
+        self._outages.record_trouble(name, problem, since, requests=requests)
 
     def _leave_lost(self) -> None:
         """End what waits for lost replicas, if there is another to send it to: else one of them may yet answer."""
@@ -543,6 +560,8 @@ class RoutedPolicy:
                 self._deaths.record_departure(replica.id, self._flying(replica.id), self._loop.time())
         self._admission.set_listed(listed, self._loop.time())
         self._troubles = {name: text for name, text in self._troubles.items() if not name or name in listed}
+        self._outages.keep({*listed, *self._admission.replicas})
+        self._tried = {address.id: address.url for address in addresses}
         new = [
             address
             for address in addresses
@@ -569,7 +588,7 @@ class RoutedPolicy:
                 budget, window = int(info.kv_cache_tokens * self._share), info.max_ongoing_requests or WINDOW
             except PolicyRefused as error:
                 # Its operator has to change something, and may do so at any time.
-                self._log_trouble(address.id, str(error))
+                self._log_trouble(address.id, str(error), answers=True)
                 return
             except PolicyUnavailable as error:
                 self._log_trouble(address.id, str(error))
@@ -609,12 +628,16 @@ class RoutedPolicy:
         if stack is not None:
             await stack.aclose()
 
-    def _log_trouble(self, name: str, trouble: str) -> None:
-        """Log a trouble of a replica or of discovery, unless it was the last one logged."""
+    def _log_trouble(self, name: str, trouble: str, *, answers: bool = False) -> None:
+        """Log a trouble of a replica or of discovery, unless it was the last one logged.
+
+        Args:
+            answers: True if the replica has answered that it cannot be used.
+        """
         if trouble and trouble != self._troubles.get(name):
             _log.warning("replicas: %s", trouble)
         if trouble:
-            self._outages.record_trouble(name, trouble, self._loop.time())
+            self._outages.record_trouble(name, trouble, self._loop.time(), busy=answers)
         else:
             self._outages.record_recovery(name)
         self._troubles[name] = trouble
