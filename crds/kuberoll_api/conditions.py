@@ -58,6 +58,7 @@ class Reason:
     POD_REMOVED: Final = "PodRemoved"
     SANDBOX: Final = "SandboxNotReady"
     NODE_LOST: Final = "NodeLost"
+    NOT_ANSWERING: Final = "NotAnswering"
     READY: Final = "Ready"
     EXTERNAL: Final = "External"
     RELEASED: Final = "Released"

@@ -303,15 +303,15 @@ def user_config(weights: WeightsSource | None) -> dict[str, Any]:
 
 
 MOST_UNANSWERING: Final = 16
-"""Servers that a worker names at most, of those that do not answer it."""
+"""Replicas that a worker names at most, of those that do not answer it."""
 
 PROBLEM_CHARACTERS: Final = 200
 """Maximum length of what is said of one of them, in characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnansweringServer:
-    """A server that does not answer a worker.
+class UnansweringReplica:
+    """A replica of the policy that does not answer a worker.
 
     Attributes:
         url: Its base URL.
@@ -319,14 +319,12 @@ class UnansweringServer:
             seconds.
         problem: Why it counts as one that does not answer.
         requests: Requests that the worker had in flight there when it was found out, and open sessions of agents.
-        environment: The environment whose server it is; empty for a replica of the policy.
     """
 
     url: Annotated[str, StringConstraints(max_length=2048)]
     since: Timestamp
     problem: Annotated[str, StringConstraints(max_length=PROBLEM_CHARACTERS)] = ""
     requests: _Count = 0
-    environment: Annotated[str, StringConstraints(max_length=253)] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +343,7 @@ class PodProgress:
         held: Why it begins no prompt groups although it could: it waits for the run's trainer; empty if it does not.
         starved: That the run's trainer waits for prompt groups; empty if it does not.
         answering: Replicas of the policy that the worker sends requests to; None: it has not begun to.
-        unanswering: Servers that do not answer it, those that have been silent for longest first.
+        unanswering: Those that do not answer it, the ones that have been silent for longest first.
     """
 
     shard: _Count
@@ -362,7 +360,7 @@ class PodProgress:
     held: _Failure = ""
     starved: _Failure = ""
     answering: _Count | None = None
-    unanswering: Annotated[tuple[UnansweringServer, ...], Field(max_length=MOST_UNANSWERING)] = ()
+    unanswering: Annotated[tuple[UnansweringReplica, ...], Field(max_length=MOST_UNANSWERING)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,8 @@ from kuberoll_operator.model import condition, is_true
 _WITHOUT_ENGINES: Final = frozenset(
     {Reason.JOB_SUSPENDED, Reason.QUEUED, Reason.SHARDS_DONE, Reason.WAITING_FOR_GENERATION}
 )
+# Of generation that is not ready, and does not start either.
+_NOT_STARTING: Final = frozenset({Reason.RELEASED, Reason.NOT_ANSWERING})
 
 
 def parse_time(text: Any) -> datetime | None:
@@ -60,7 +62,7 @@ def startup_deadlines(job: RolloutJob, status: Mapping[str, Any]) -> dict[str, d
     since: dict[str, list[Any]] = {}
     if checked.get("status") == "False":
         since[conditions.WORKERS_CHECKED] = [start]
-    elif generation.get("status") == "False" and generation.get("reason") != Reason.RELEASED:
+    elif generation.get("status") == "False" and generation.get("reason") not in _NOT_STARTING:
         since[conditions.GENERATION_READY] = [
             generation["lastTransitionTime"],
             checked.get("lastTransitionTime"),

@@ -32,7 +32,7 @@ from kuberoll_operator.backends.pods import (
 from kuberoll_operator.deadlines import active_deadline, idle_deadline, startup_deadlines
 from kuberoll_operator.kube.resources import SANDBOX_CLAIMS
 from kuberoll_operator.messages import finish_message, worker_message
-from kuberoll_operator.model import Key, Object, Observed, Ref, condition, indexes, is_true, status_of
+from kuberoll_operator.model import Key, Object, Observed, Ref, condition, indexes, is_true, status_of, was_ready
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.policy_access import policy_access_problem
@@ -327,7 +327,7 @@ def _stage(
 def _is_ready(state: GenerationState, status: Mapping[str, Any]) -> bool:
     if state.reason == Reason.EXTERNAL or (state.stable and 0 < state.desired <= state.ready):
         return True
-    return state.ready > 0 and is_true(status, conditions.GENERATION_READY)
+    return state.ready > 0 and was_ready(status)
 
 
 def _failure(

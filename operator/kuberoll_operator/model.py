@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kuberoll_api import conditions
+from kuberoll_api.conditions import Reason
 from kuberoll_api.contract import PodProgress
 from kuberoll_operator.signs import NO_SIGNS, Signs
 
@@ -159,6 +161,12 @@ def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 def is_true(status: Mapping[str, Any], kind: str) -> bool:
     """True if the condition is True."""
     return condition(status, kind).get("status") == "True"
+
+
+def was_ready(status: Mapping[str, Any]) -> bool:
+    """True if generation has become ready and Kubernetes has not seen it end since, whether it answers or not."""
+    found = condition(status, conditions.GENERATION_READY)
+    return found.get("status") == "True" or found.get("reason") == Reason.NOT_ANSWERING
 
 
 def status_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,16 +16,18 @@ from typing import Final, Self, TypeVar
 import aiohttp
 from pydantic import TypeAdapter, ValidationError
 
-from kuberoll_api import conditions, contract
+from kuberoll_api import contract
 from kuberoll_api.contract import PodProgress, PodWeights, ServeWeights
 from kuberoll_operator import names
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.pods import is_leader, pods_of, shard_of
-from kuberoll_operator.model import Key, Object, PodReports, ServedWeights, is_true, status_of
+from kuberoll_operator.model import Key, Object, PodReports, ServedWeights, status_of, was_ready
 
 ANSWER_SECONDS = 2.0
 FIRST_SECONDS = 3.0
 """Seconds between polls until every worker of a job has reported something."""
+MISSED_POLLS = 3
+"""Polls in a row that a worker misses, after which what it has said of others is not told any more."""
 ANSWER_BYTES = 64 * 1024
 CONCURRENCY = 64
 
@@ -60,7 +62,7 @@ class _Endpoints:
         # A replica that spans pods answers through its leader.
         engines = [pod for pod in pods_of(pods, names.GENERATION) if source == "Pods" and is_leader(pod)]
         self.engines = {pod["metadata"]["uid"]: host for pod in engines if (host := _host(pod)) is not None}
-        ready = source == "Serve" and is_true(status, conditions.GENERATION_READY)
+        ready = source == "Serve" and was_ready(status)
         self.serve = f"{generation['endpoint']}/v1/weights" if ready and generation.get("endpoint") else None
         self.token = token(raw["metadata"]["uid"]) if self.serve else None
 
@@ -98,6 +100,7 @@ class ReportPoller:
         self._token = token
         self._endpoints: dict[Key, _Endpoints] = {}
         self._known: dict[Key, dict[str, PodProgress]] = {}
+        self._missed: dict[Key, dict[str, int]] = {}
         self._counted: dict[Key, dict[int, PodProgress]] = {}
         self._served: dict[Key, dict[str, ServedWeights]] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
@@ -137,7 +140,10 @@ class ReportPoller:
         if endpoints and key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._poll_repeatedly(key))
         progress: dict[int, PodProgress] = {}
-        for item in known.values():
+        missed = self._missed.get(key, {})
+        for uid, item in known.items():
+            if uid not in endpoints.workers or missed.get(uid, 0) >= MISSED_POLLS:
+                item = dataclasses.replace(item, answering=None, unanswering=())
             # A shard's pod and its successor may both exist for a moment.
             if item.shard not in progress or item.trajectories > progress[item.shard].trajectories:
                 progress[item.shard] = item
@@ -147,6 +153,7 @@ class ReportPoller:
         """Stop polling a job that is gone or has finished."""
         self._endpoints.pop(key, None)
         self._known.pop(key, None)
+        self._missed.pop(key, None)
         self._counted.pop(key, None)
         self._served.pop(key, None)
 
@@ -168,11 +175,18 @@ class ReportPoller:
         )
         if key not in self._endpoints:
             return True
+        missed_before = self._missed.get(key, {})
+        missed = {
+            uid: 0 if answer is not None else missed_before.get(uid, 0) + 1
+            for uid, answer in zip(shards, answers, strict=True)
+        }
+        self._missed[key] = missed
         before, served_before = self._known.get(key, {}), self._served.get(key, {})
         found = {uid: answer for uid, answer in zip(shards, answers, strict=True) if answer is not None}
         # Serve reports on all replicas, a pod on itself only.
         served = served if endpoints.serve and served else {**served_before, **served}
-        if any(before.get(uid) != answer for uid, answer in found.items()) or served != served_before:
+        silenced = any(missed[uid] == MISSED_POLLS and before[uid].unanswering for uid in missed if uid in before)
+        if any(before.get(uid) != answer for uid, answer in found.items()) or served != served_before or silenced:
             self._known[key] = {**before, **found}
             counted = self._counted.setdefault(key, {})
             for item in found.values():

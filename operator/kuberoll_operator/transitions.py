@@ -60,6 +60,7 @@ PROBLEMS: Final = frozenset(
         Reason.POD_REMOVED,
         Reason.SANDBOX,
         Reason.NODE_LOST,
+        Reason.NOT_ANSWERING,
         Reason.INVALID_TEMPLATE,
         Reason.FORBIDDEN,
         Reason.FIELD_CONFLICT,

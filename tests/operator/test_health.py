@@ -14,12 +14,12 @@ import pytest
 from aiohttp import web
 
 from kuberoll_api import conditions
-from kuberoll_api.contract import PodProgress
+from kuberoll_api.contract import MOST_UNANSWERING, PodProgress
 from kuberoll_api.http_server import serving
 from kuberoll_operator.health import QUEUE_SECONDS, WATCH_SECONDS, Health, routes
 from kuberoll_operator.metrics import Metrics, milestones, scaling
 from kuberoll_operator.model import Key, Object, PodReports, ServedWeights
-from kuberoll_operator.polling import ANSWER_BYTES, FIRST_SECONDS, ReportPoller
+from kuberoll_operator.polling import ANSWER_BYTES, FIRST_SECONDS, MISSED_POLLS, ReportPoller
 from tests.operator.support import START, condition, raw
 
 KEY = Key("rollouts", "puzzle")
@@ -152,8 +152,12 @@ class Pauses:
     async def end(self) -> float:
         """Ends the next pause, when it has begun; its length."""
         seconds = await self.started.get()
-        self._over.put_nowait(None)
+        self.over()
         return seconds
+
+    def over(self) -> None:
+        """Ends the pause that has begun."""
+        self._over.put_nowait(None)
 
 
 class Pods:
@@ -234,6 +238,38 @@ async def test_what_a_shard_has_counted_stays_until_its_next_pod_has_counted_as_
         assert poller.latest(KEY, RAW, []) == PodReports()
 
 
+async def test_what_a_worker_says_of_others_counts_while_it_answers() -> None:
+    pods = Pods()
+    silent = {"url": "http://10.0.0.2:8000", "since": "2026-11-27T12:03:11Z", "requests": 7, "new": 1}
+    pods.answer = {"shard": 3, "turns": 1, "trajectories": 5, "answering": 1, "unanswering": [silent]}
+    async with pods.poller() as poller:
+        poller.latest(KEY, RAW, [worker(3)])
+        await pods.told.get()
+        [server] = poller.latest(KEY, RAW, [worker(3)]).progress[3].unanswering
+        assert (server.url, server.requests) == ("http://10.0.0.2:8000", 7)
+        pods.answer = b"no answer"
+        for _ in range(MISSED_POLLS - 1):
+            await pods.pauses.end()
+            await pods.asked.get()
+        await pods.pauses.started.get()
+        assert poller.latest(KEY, RAW, [worker(3)]).progress[3].unanswering
+        pods.pauses.over()
+        # That is news, though nobody answers.
+        await pods.told.get()
+        found = poller.latest(KEY, RAW, [worker(3)]).progress[3]
+        assert (found.answering, found.unanswering, found.trajectories) == (None, (), 5)
+
+
+async def test_a_worker_that_is_not_ready_says_nothing_of_others() -> None:
+    pods = Pods()
+    pods.answer = {"shard": 3, "turns": 1, "answering": 1, "unanswering": []}
+    async with pods.poller() as poller:
+        poller.latest(KEY, RAW, [worker(3)])
+        await pods.told.get()
+        assert poller.latest(KEY, RAW, [worker(3)]).progress[3].answering == 1
+        assert poller.latest(KEY, RAW, [worker(3, ready="False")]).progress[3].answering is None
+
+
 async def test_nobody_is_asked_when_there_is_nobody_left() -> None:
     pods = Pods()
     async with pods.poller() as poller:
@@ -254,10 +290,12 @@ async def test_nobody_is_asked_when_there_is_nobody_left() -> None:
         b"{" + b" " * ANSWER_BYTES + b"}",
         {"shard": 0, "trajectories": -1},
         {"shard": 0, "turns": 1e300},
+        {"shard": 0, "unanswering": [{"url": "u", "since": "12:00"}]},
+        {"shard": 0, "unanswering": [{"url": "u", "since": "2026-11-27T12:03:11Z"}] * (MOST_UNANSWERING + 1)},
         b'{"shard": 0, "reward_sum": NaN}',
         {},
     ],
-    ids=["text", "too much", "negative", "too many", "not a number", "no shard"],
+    ids=["text", "too much", "negative", "too many", "no time", "too many servers", "not a number", "no shard"],
 )
 async def test_what_cannot_be_believed_is_not(answer: Any) -> None:
     pods = Pods()

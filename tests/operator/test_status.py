@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from kuberoll_api.conditions import CONDITION_TYPES
-from kuberoll_api.contract import PodProgress
+from kuberoll_api.contract import PodProgress, UnansweringReplica
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import model
 from kuberoll_operator.backends.pods import ContainerExit, describe_exit, redact
+from kuberoll_operator.deadlines import startup_deadlines
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import Object, Observed, ServedWeights, WriteError
 from kuberoll_operator.signs import ClusterEvent, Signs
 from kuberoll_operator.status.job_status import compute_status, next_deadline
+from kuberoll_operator.transitions import transitions
 from tests.operator.support import (
     SETTINGS,
     at,
@@ -1234,6 +1236,100 @@ def test_a_lost_engine_is_not_told_of_when_another_one_is_ready_in_its_place() -
         if item["type"] == "GenerationReady"
     ]
     assert said == "2 of 2 replicas are ready"
+
+
+def replica(name: str, address: str) -> Object:
+    """An engine that its probes find ready."""
+    found = pod("generation", name, conditions=[{"type": "Ready", "status": "True"}])
+    return {**found, "spec": {"nodeName": f"node-{name}"}, "status": {**found["status"], "podIP": address}}
+
+
+def server(address: str, second: int, requests: int = 0) -> UnansweringReplica:
+    url = f"http://{address}:8000"
+    said = {"since": f"2026-11-27T12:03:{second}Z", "problem": f"{url}: no answer within 6 s", "requests": requests}
+    return UnansweringReplica(url=url, **said)
+
+
+def heard(*reports: tuple[int | None, list[UnansweringReplica]], pods: list[Object] | None = None) -> Observed:
+    """A job with two engines that are ready, and what its workers say of them: how many answer, and which do not."""
+    progress = {
+        shard: PodProgress(shard=shard, answering=answering, unanswering=tuple(silent))
+        for shard, (answering, silent) in enumerate(reports)
+    }
+    workers = [pod("workers", str(shard), shard=shard) for shard in progress]
+    engines = [replica("a", "10.0.0.1"), replica("b", "10.0.0.2")] if pods is None else pods
+    return observed(deployment(2), workers_job(active=len(workers)), pods=[*engines, *workers], progress=progress)
+
+
+def generation_ready(status: Mapping[str, Any]) -> dict[str, Any]:
+    return next(item for item in status["conditions"] if item["type"] == "GenerationReady")
+
+
+TWO = {"generation": {"replicas": 2}}
+
+
+def test_a_replica_that_is_ready_and_does_not_answer_the_workers_is_told_of_until_it_does() -> None:
+    silent = [server("10.0.0.2", 20, 20)], [server("10.0.0.2", 11, 21)]
+    found = run(WITH_WORKERS, heard((1, silent[0]), (1, silent[1]), (2, []), (None, [])), 60, **TWO)
+    said = generation_ready(found)
+    assert (said["status"], said["reason"]) == ("True", "Ready")
+    assert said["message"] == (
+        "2 of 2 replicas are ready; pod puzzle-generation-b on node node-b does not answer the workers since "
+        "2026-11-27T12:03:11Z (2 of 3 workers say so, 41 requests were in flight there): http://10.0.0.2:8000: "
+        "no answer within 6 s"
+    )
+    assert found["summary"]["reason"] == "Running"
+    later = generation_ready(run(found, heard((2, []), (2, []), (2, [])), 90, **TWO))
+    assert (later["message"], later["lastTransitionTime"]) == ("2 of 2 replicas are ready", said["lastTransitionTime"])
+
+
+def test_a_job_whose_workers_get_no_answer_from_any_replica_waits_for_one() -> None:
+    both = [server("10.0.0.1", 11, 4), server("10.0.0.2", 20, 5)]
+    found = run(WITH_WORKERS, heard((0, both), (0, both[1:])), 60, **TWO)
+    said = generation_ready(found)
+    assert (said["status"], said["reason"]) == ("False", "NotAnswering")
+    assert said["message"].startswith(
+        "2 of 2 replicas are ready; no replica answers the workers since 2026-11-27T12:03:20Z; they wait for one; "
+        "pod puzzle-generation-a on node node-a does not answer the workers since 2026-11-27T12:03:11Z (1 of 2 workers"
+    )
+    # The column of `kubectl get`, an event, and no deadline of what starts; the workers go on.
+    assert (found["phase"], found["summary"]["reason"]) == ("Running", "NotAnswering")
+    assert [event.reason for event in transitions(WITH_WORKERS, found)] == ["NotAnswering"]
+    assert startup_deadlines(job(**TWO), found) == {}
+    # One of two is ready when it answers again: as before, that is enough.
+    facts = replace(
+        heard((1, []), (1, [])), children={**heard().children, ("Deployment", "puzzle-generation"): deployment(1)}
+    )
+    again = generation_ready(run(found, facts, 90, **TWO))
+    assert (again["status"], again["reason"]) == ("True", "Ready")
+
+
+def test_one_worker_that_gets_answers_is_enough() -> None:
+    both = [server("10.0.0.1", 11), server("10.0.0.2", 20)]
+    said = generation_ready(run(WITH_WORKERS, heard((0, both), (1, both[:1])), 60, **TWO))
+    assert said["reason"] == "Ready"
+    assert "(2 of 2 workers say so)" in said["message"]
+
+
+def test_of_a_pod_that_is_gone_or_whose_node_is_lost_kubernetes_tells() -> None:
+    lost = on_lost_node(pod("generation", container={"ready": True}))
+    lost["status"]["podIP"] = "10.0.0.1"
+    gone, there = server("10.0.0.9", 20), replica("b", "10.0.0.2")
+    facts = heard((1, [server("10.0.0.1", 11), gone]), pods=[lost, there])
+    assert generation_ready(run(WITH_WORKERS, facts, 60, **TWO))["message"] == "2 of 2 replicas are ready"
+
+
+def test_an_external_endpoint_that_does_not_answer_is_told_of_by_its_url() -> None:
+    external = {"generation": {"backend": "External", "external": {"url": "http://gpu-7:8000"}, "engine": None}}
+    status = {**WITH_WORKERS, "generation": {"backend": "External"}}
+    silent = UnansweringReplica(url="http://gpu-7:8000", since="2026-11-27T12:03:11Z", problem="connection refused")
+    facts = heard((0, [silent]), pods=[])
+    found = run(status, facts, 60, **external)
+    said = generation_ready(found)
+    assert (said["status"], said["reason"]) == ("False", "NotAnswering")
+    assert "; http://gpu-7:8000 does not answer the workers since 2026-11-27T12:03:11Z: connection" in said["message"]
+    again = generation_ready(run(found, heard((1, []), pods=[]), 90, **external))
+    assert (again["status"], again["reason"]) == ("True", "External")
 
 
 def test_what_departed_workers_said_is_counted() -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from pydantic import TypeAdapter
 
+from kuberoll_api.contract import PodProgress
 from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.output import records
@@ -491,6 +493,11 @@ async def test_a_policy_that_goes_in_mid_run_is_in_the_progress_and_ends_the_pod
         reason = f"{endpoint.url}: connection refused"
         words = f"its policy: {reason}"
         await started.until_answers("/progress", lambda _, body: json.loads(body)["waiting"] == words)
+        # Which does not answer, for the operator, which knows its pod.
+        await started.until_answers("/progress", lambda _, body: json.loads(body)["unanswering"] != [])
+        told = TypeAdapter(PodProgress).validate_json((await started.get("/progress"))[1])
+        assert told.answering == 0
+        assert [(server.url, server.problem) for server in told.unanswering] == [(endpoint.url, reason)]
         assert await started.end() == 1, started.log
     assert re.search(rf"waiting for the endpoint, 0:[12]\d left: {re.escape(reason)}", started.log), started.log
     assert "the endpoint did not answer for 24 s" in started.message()["cause"]

@@ -29,6 +29,7 @@ from kuberoll_operator.facts import UNDER_WAY, Cause, Facts, Stage, is_at_rest, 
 from kuberoll_operator.model import Key, Object, Observed, condition, is_true, status_of
 from kuberoll_operator.render.servers import claim_names, claimed, served
 from kuberoll_operator.servers import ServerState, first_unready, unready
+from kuberoll_operator.unanswering import Unanswering, unanswering_replicas
 from kuberoll_operator.waiting.causes import awaits_start
 
 Json = dict[str, Any]
@@ -157,8 +158,11 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     state, before = facts.generation, condition(old, conditions.GENERATION_READY)
     if facts.stage is Stage.FAILING:
         return _stopped(before, facts, gone=not facts.ready)
+    silent = unanswering_replicas(observed) if facts.stage is Stage.RUNNING else Unanswering()
+    nobody = f"no replica answers the workers since {silent.since}; they wait for one" if silent.all else ""
     if state.reason == Reason.EXTERNAL:
-        return True, Reason.EXTERNAL, state.message
+        reason = Reason.NOT_ANSWERING if nobody else Reason.EXTERNAL
+        return not nobody, reason, redact("; ".join(filter(None, (state.message, nobody, silent.text))))
     if facts.stage not in {Stage.CHECKING, *UNDER_WAY}:
         stopped = {Stage.SUSPENDED: "suspended", Stage.QUEUED: "it has no quota"}
         why = stopped.get(facts.stage, "all shards are done")
@@ -181,10 +185,12 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     parts = (f"{state.ready} of {state.desired} replicas are ready", lost, removed)
     count = "; ".join(filter(None, parts))
     cause = Cause(state.reason, state.message)
+    if facts.ready and nobody:
+        return False, Reason.NOT_ANSWERING, redact("; ".join((count, nobody, silent.text)))
     if facts.ready:
         less = state.ready < state.desired or not state.stable
         words = (blocked.message if blocked else "") or (cause.message if less else "")
-        return True, Reason.READY, redact("; ".join(part for part in (count, state.note, words) if part))
+        return True, Reason.READY, redact("; ".join(filter(None, (count, silent.text, state.note, words))))
     if blocked:
         return False, blocked.reason, blocked.message
     if state.repeats and before.get("reason") == state.reason:

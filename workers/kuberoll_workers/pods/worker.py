@@ -38,7 +38,7 @@ from kuberoll_api.contract import (
     PROGRESS_PORT,
     PodConfig,
     PodProgress,
-    UnansweringServer,
+    UnansweringReplica,
     WorkerMessage,
 )
 from kuberoll_api.http_server import metrics_route, serving
@@ -179,7 +179,7 @@ class ShardPod:
             return {}
         state = self._metrics.routing.read_state()
         silent = [
-            UnansweringServer(
+            UnansweringReplica(
                 url=item.url,
                 since=datetime.fromtimestamp(item.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                 problem=item.problem[:PROBLEM_CHARACTERS],
