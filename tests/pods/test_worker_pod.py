@@ -162,6 +162,8 @@ async def test_a_pod_under_way_answers(place: Place, endpoint: Endpoint) -> None
             "waiting",
             "held",
             "starved",
+            "answering",
+            "unanswering",
         }
         assert (progress["shard"], progress["planned"]) == (0, 9)
         assert (progress["generating"], progress["policy_version"]) == (len(endpoint.waiting), "0")

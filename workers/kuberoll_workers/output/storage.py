@@ -443,8 +443,15 @@ class ObjectStorage:
 
     def remove_files(self, paths: Sequence[str]) -> None:
         self._check_lead()
-        if paths:
+        if not paths:
+            return
+        try:
             self._fs.rm(list(paths))
+        except FileNotFoundError:
+            # Another worker of the shard, which goes on where nothing reaches it, has merged them, too.
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(path)
 
     def stamp(self, file: str) -> object:
         try:
