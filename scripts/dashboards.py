@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from grafana_foundation_sdk.builders import bargauge, heatmap, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import bargauge, heatmap, prometheus, stat, table, timeseries
 from grafana_foundation_sdk.builders import common as common_builders
 from grafana_foundation_sdk.builders import dashboard as dashboards
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -27,7 +27,7 @@ FLEET: Final = 'namespace=~"$namespace"'
 RATE: Final = "[$__rate_interval]"
 DATA: Final = dashboard.DataSourceRef(type_val="prometheus", uid="$datasource")
 
-Kind = Literal["lines", "stacked", "number", "bars", "heat"]
+Kind = Literal["lines", "stacked", "number", "bars", "heat", "table"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -514,6 +514,23 @@ FLEET_PAGE: Final = Page(
                     width=6,
                 ),
                 Panel(
+                    title="Jobs that wait",
+                    about="For something that somebody may have to resolve: the reason of kubectl get, and for how many"
+                    " minutes of the last hour. kubectl describe rlj has the message.",
+                    queries=[
+                        (
+                            "{{namespace}}/{{rolloutjob}}: {{reason}} ({{condition}})",
+                            "sort_desc(sum by (namespace, rolloutjob, condition, reason)"
+                            f" (sum_over_time(kuberoll_operator_waiting_jobs{{{FLEET}}}[1h:1m])) and on"
+                            " (namespace, rolloutjob, condition, reason)"
+                            f" kuberoll_operator_waiting_jobs{{{FLEET}}})",
+                        )
+                    ],
+                    unit="minutes",
+                    kind="table",
+                    width=24,
+                ),
+                Panel(
                     title="Generated tokens per second",
                     about="The busiest ten jobs.",
                     queries=[
@@ -834,6 +851,13 @@ def _panel(panel: Panel) -> Any:
             made = bargauge.Panel().orientation(common.VizOrientation.HORIZONTAL).reduce_options(_last())
         case "heat":
             made = heatmap.Panel().calculate(False)
+        case "table":
+            # One row for each series, a column for each of its labels.
+            made = table.Panel().with_transformation(
+                dashboard.DataTransformerConfig(
+                    id_val="organize", options={"excludeByName": {"Time": True}, "renameByName": {"Value": panel.unit}}
+                )
+            )
         case _:
             stacked = panel.kind == "stacked"
             mode = common.StackingMode.NORMAL if stacked else common.StackingMode.NONE
@@ -862,17 +886,19 @@ def _panel(panel: Panel) -> Any:
         .span(panel.width)
         .height(4 if panel.kind == "number" else 8)
     )
-    if panel.kind != "heat":
+    if panel.kind not in {"heat", "table"}:
         made = made.unit(panel.unit).thresholds(_limits(panel.limits))
         if panel.bound is not None:
             made = made.max(panel.bound)
         if panel.decimals is not None:
             made = made.decimals(panel.decimals)
-    instant = panel.kind in {"number", "bars"}
+    instant = panel.kind in {"number", "bars", "table"}
     for number, (legend, query) in enumerate(panel.queries):
         target = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(chr(ord("A") + number))
         if panel.kind == "heat":
             target = target.format(PromQueryFormat.HEATMAP)
+        if panel.kind == "table":
+            target = target.format(PromQueryFormat.TABLE)
         made = made.with_target(target.instant() if instant else target.range())
     return made
 

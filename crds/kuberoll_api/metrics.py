@@ -9,6 +9,7 @@ from typing import Final, Literal, TypeAlias, get_args
 Label: TypeAlias = Literal[
     "cause",
     "code",
+    "condition",
     "continuity",
     "direction",
     "environment",
@@ -33,6 +34,7 @@ Label: TypeAlias = Literal[
 LABELS: Final[Mapping[Label, str]] = {
     "cause": "a cause, one of a fixed list",
     "code": "an HTTP status; 0: no answer",
+    "condition": "a type of condition of a RolloutJob",
     "continuity": "new, clean, realigned or forked: how a call continued others",
     "direction": "up or down",
     "environment": "a name of `spec.environments`",

@@ -222,7 +222,14 @@ def trim(resource: Resource, item: Object) -> Object:
         placed = {key: generation[key] for key in _PLACED if key in generation}
         return head | {
             "spec": {"generation": placed},
-            "status": {key: status.get(key) for key in ("phase", "generation")},
+            "status": {
+                **{key: status.get(key) for key in ("phase", "generation")},
+                # For metrics; the reconciler reads the job itself.
+                "conditions": [
+                    {key: item.get(key) for key in ("type", "status", "reason")}
+                    for item in status.get("conditions") or ()
+                ],
+            },
         }
     if resource == PODS:
         status = item.get("status") or {}

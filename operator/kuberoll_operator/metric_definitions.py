@@ -27,6 +27,13 @@ GENERATION_GPUS: Final = Gauge(
     labels=("namespace", "rolloutjob", "state"),
     help="GPUs of those replicas.",
 )
+WAITING_JOBS: Final = Gauge(
+    name="kuberoll_operator_waiting_jobs",
+    unit="jobs",
+    labels=("namespace", "rolloutjob", "condition", "reason"),
+    help="1 for each job that waits for a problem, by the condition and the reason that `kubectl get` shows; gone when "
+    "that is over.",
+)
 SCALINGS: Final = Counter(
     name="kuberoll_operator_scalings_total",
     unit="scalings",
@@ -88,7 +95,7 @@ CACHED_OBJECTS: Final = Gauge(
 LEADER: Final = Gauge(name="kuberoll_operator_leader", unit="0 or 1", help="1 while this operator holds the lease.")
 
 GROUPS: Final = (
-    MetricGroup("Jobs", (JOBS, GENERATION_REPLICAS, GENERATION_GPUS, SCALINGS, MILESTONE_SECONDS)),
+    MetricGroup("Jobs", (JOBS, WAITING_JOBS, GENERATION_REPLICAS, GENERATION_GPUS, SCALINGS, MILESTONE_SECONDS)),
     MetricGroup(
         "Reconciling",
         (RECONCILES, RECONCILE_SECONDS, ERRORS, QUEUE_DEPTH, QUEUE_WAIT_SECONDS, QUEUE_OLDEST_SECONDS),

@@ -17,6 +17,7 @@ from kuberoll_api.metrics import Counter, Gauge, Histogram
 from kuberoll_operator import metric_definitions as definitions
 from kuberoll_operator.backends import runs_in_job
 from kuberoll_operator.deadlines import parse_time
+from kuberoll_operator.main_condition import waits_for_problem
 from kuberoll_operator.model import Key, Object, condition, is_true
 from kuberoll_operator.placement import gpus_of
 
@@ -156,6 +157,12 @@ class _LiveGauges(Collector):
     def _of_jobs(self) -> Iterable[prometheus.Metric]:
         phases = Tally(str((item.get("status") or {}).get("phase") or "Pending") for _, item in self._jobs())
         yield _family(definitions.JOBS, {(phase,): phases[phase] for phase in PHASES})
+        waiting = {
+            (key.namespace, key.name, *problem): 1.0
+            for key, item in self._jobs()
+            if (problem := waits_for_problem(item.get("status") or {})) is not None
+        }
+        yield _family(definitions.WAITING_JOBS, waiting)
         replicas = {labels: (count, gpus) for labels, count, gpus in self._replicas()}
         yield _family(definitions.GENERATION_REPLICAS, {labels: count for labels, (count, _) in replicas.items()})
         yield _family(definitions.GENERATION_GPUS, {labels: count * gpus for labels, (count, gpus) in replicas.items()})

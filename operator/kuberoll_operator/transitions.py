@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from kuberoll_api import conditions
 from kuberoll_api.conditions import Reason
+from kuberoll_operator.main_condition import PROBLEMS
 from kuberoll_operator.model import condition
 
 NOTE_CHARACTERS: Final = 1000
@@ -45,30 +46,6 @@ class EventRule(NamedTuple):
     name: str | None
     action: str
     on_reason_change: bool = False
-
-
-PROBLEMS: Final = frozenset(
-    {
-        Reason.UNSCHEDULABLE,
-        Reason.IMAGE_PULL,
-        Reason.ENGINE_FAILED,
-        Reason.CONTAINER_FAILED,
-        Reason.CRASHING,
-        Reason.POD_CONFIG,
-        Reason.VOLUME,
-        Reason.POD_SANDBOX,
-        Reason.POD_REMOVED,
-        Reason.SANDBOX,
-        Reason.NODE_LOST,
-        Reason.NOT_ANSWERING,
-        Reason.INVALID_TEMPLATE,
-        Reason.FORBIDDEN,
-        Reason.FIELD_CONFLICT,
-        Reason.NAME_TAKEN,
-        Reason.QUOTA,
-    }
-)
-"""Reasons for waiting that somebody may have to resolve."""
 
 
 def _is(kind: str, status: Literal["True", "False"], reason: str, name: str, action: str) -> EventRule:

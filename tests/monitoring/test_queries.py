@@ -61,6 +61,15 @@ NEVER_COUNTED = {"ray_vllm_num_preemptions_total"}
 JOBS: list[tuple[Key, Object]] = [
     (Key("lab", "test"), {"status": {"phase": "Running", "generation": {"readyReplicas": 2, "desiredReplicas": 2}}}),
     (Key("lab", "done"), {"status": {"phase": "Succeeded"}}),
+    (
+        Key("lab", "stuck"),
+        {
+            "status": {
+                "phase": "Starting",
+                "conditions": [{"type": "GenerationReady", "status": "False", "reason": "Unschedulable"}],
+            }
+        },
+    ),
 ]
 
 SCRAPE_SECONDS = 0.5

@@ -16,7 +16,9 @@ from aiohttp import web
 from kuberoll_api import conditions
 from kuberoll_api.contract import MOST_UNANSWERING, PodProgress
 from kuberoll_api.http_server import serving
+from kuberoll_operator.cache import trim
 from kuberoll_operator.health import QUEUE_SECONDS, WATCH_SECONDS, Health, routes
+from kuberoll_operator.kube.resources import ROLLOUT_JOBS
 from kuberoll_operator.metrics import Metrics, milestones, scaling
 from kuberoll_operator.model import Key, Object, PodReports, ServedWeights
 from kuberoll_operator.polling import ANSWER_BYTES, FIRST_SECONDS, MISSED_POLLS, ReportPoller
@@ -114,6 +116,38 @@ async def test_metrics_are_shown() -> None:
     assert value("kuberoll_operator_errors_total", {"reason": "Forbidden"}) == 1
     assert value("kuberoll_operator_api_requests_total", {"verb": "patch", "kind": "Deployment", "code": "200"}) == 1
     assert value("kuberoll_operator_milestone_seconds_sum", {"milestone": "generation_ready"}) == 42
+
+
+def test_jobs_that_wait_for_a_problem_are_counted_while_they_do() -> None:
+    """From what the cache keeps of a job, with the reason of kubectl's column."""
+    ready = condition(conditions.GENERATION_READY, True, "Ready", "2 of 2")
+    statuses = {
+        "stuck": [condition(conditions.GENERATION_READY, False, "Unschedulable", "0/3 nodes")],
+        "silent": [
+            condition(conditions.GENERATION_READY, False, "NotAnswering", "no replica answers"),
+            condition(conditions.WORKERS_READY, True, "Running"),
+        ],
+        "starting": [condition(conditions.GENERATION_READY, False, "Starting", "0 of 2")],
+        "running": [ready, condition(conditions.WORKERS_READY, True, "Running")],
+        "failed": [ready, condition(conditions.FAILED, True, "Refused")],
+    }
+    live = {name: raw({"phase": "Running", "conditions": found}, name=name) for name, found in statuses.items()}
+    metrics = Metrics()
+    jobs = lambda: [(Key("rollouts", name), trim(ROLLOUT_JOBS, item)) for name, item in live.items()]  # noqa: E731
+    metrics.watch(jobs=jobs, depth=lambda: 0, oldest=lambda: 0.0, leading=lambda: True, cached=dict)
+
+    def waiting() -> set[tuple[str, ...]]:
+        [found] = [item for item in metrics.registry.collect() if item.name == "kuberoll_operator_waiting_jobs"]
+        assert all(sample.value == 1 for sample in found.samples)
+        return {(item.labels["rolloutjob"], item.labels["condition"], item.labels["reason"]) for item in found.samples}
+
+    assert waiting() == {
+        ("stuck", "GenerationReady", "Unschedulable"),
+        ("silent", "GenerationReady", "NotAnswering"),
+    }
+    live["stuck"] = live["running"]
+    assert waiting() == {("silent", "GenerationReady", "NotAnswering")}
+    assert "0/3 nodes" not in str(trim(ROLLOUT_JOBS, raw({"conditions": statuses["stuck"]})))
 
 
 def test_milestones_are_come_to_once() -> None:

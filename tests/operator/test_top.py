@@ -165,6 +165,41 @@ def test_the_table() -> None:
     assert rendered([], [], "ns") == ["There is no RolloutJob in namespace ns."]
 
 
+STUCK = {
+    "type": "GenerationReady",
+    "status": "False",
+    "reason": "Unschedulable",
+    "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu;\nwait until nvidia.com/gpu is free",
+}
+
+
+def test_what_a_job_waits_for_is_a_line_of_the_terminal_s_width_below_the_table() -> None:
+    stuck = {**manifest(), "status": {"phase": "Starting", "conditions": [STUCK]}}
+    row = row_of(JobSample(stuck, 1.0), None)
+    told = "puzzle: Unschedulable: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu; wait until nvidia.com/gpu is"
+    assert rendered([row], ["a note"], NAMESPACE)[2:] == ["", f"{told} free", "a note"]
+    assert rendered([row], [], None)[3].startswith(f"{NAMESPACE}/puzzle: Unschedulable: 0/3")
+    out = io.StringIO()
+    Console(file=out, width=60).print(page([row], [], NAMESPACE))
+    [line] = [line for line in out.getvalue().splitlines() if "Unschedulable" in line]
+    assert line.rstrip() == "puzzle: Unschedulable: 0/3 nodes are available: 3 Insuffici…"
+
+
+@pytest.mark.parametrize(
+    ("conditions", "told"),
+    [
+        ([{"type": "GenerationReady", "status": "True"}, {"type": "WorkersReady", "status": "True"}], ""),
+        ([{"type": "Complete", "status": "True", "reason": "TrajectoriesDone"}], ""),
+        ([{"type": "Failed", "status": "True", "reason": "Refused", "message": "why"}], "Refused: why"),
+        ([{"type": "Suspended", "status": "True", "reason": "JobSuspended"}], ""),
+        ([{"type": "WorkersChecked", "status": "False", "reason": "Checking", "message": "x"}], "Checking: x"),
+        ([], ""),
+    ],
+)
+def test_a_job_that_goes_on_or_is_complete_waits_for_nothing(conditions: list[Object], told: str) -> None:
+    assert row_of(JobSample({**manifest(), "status": {"conditions": conditions}}, 1.0), None).waiting == told
+
+
 @pytest.mark.slow
 async def test_once_prints_the_table(tmp_path: Path) -> None:
     emulator = Emulator()

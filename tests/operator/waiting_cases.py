@@ -187,11 +187,13 @@ _HEAD = """\
 # When a job waits
 
 A job says for what it waits: the column `Reason` of `kubectl get rlj` has the reason of the condition that holds it up,
-and `kubectl describe rlj JOB` the message, which has Kubernetes' own words, then what to do. The operator reads the
-statuses of pods and of what makes them, which it watches, and where those say nothing, the events about them and the
-PersistentVolumeClaims that they mount: 10 seconds after a pod should have started, and then ever less often, every 25
-seconds at most. What is over is no longer told. Of a container that was killed they say whether a probe was the cause:
-`its liveness probe failed: …`, in the kubelet's words.
+and `kubectl describe rlj JOB` the message, which has Kubernetes' own words, then what to do. `kuberoll top` has both
+below its table, and the [dashboard](monitoring.md#fleet) *Fleet* and the alert
+[KuberollJobWaiting](alerts.md#kuberolljobwaiting) the reason. The operator reads the statuses of pods and of what makes
+them, which it watches, and where those say nothing, the events about them and the PersistentVolumeClaims that they
+mount: 10 seconds after a pod should have started, and then ever less often, every 25 seconds at most. What is over is
+no longer told. Of a container that was killed they say whether a probe was the cause: `its liveness probe failed: …`,
+in the kubelet's words.
 
 The tables have what is said of real objects of Kubernetes 1.36: names, numbers and addresses are those of the cluster
 where they were recorded. Most wait for somebody; `Starting` is under way. Reasons of a job's own doing are in

@@ -1,8 +1,8 @@
-"""Two workers of one shard in an object store, at every pace: what either has stored stays, and counts once.
+"""Two workers of one shard in an object store, at any pace: what either has stored stays, and counts once.
 
-A worker that is cut off goes on without knowing that a successor has begun. Nothing of theirs is locked: schedules decide
-which of them takes the next step, each request to the store being one, so that either may stand still for as long as
-the other takes to do all of its work, and wake up in the middle of its own.
+A worker that is cut off goes on without knowing that a successor has begun. Nothing of theirs is locked: schedules
+decide which of them takes the next step, each request to the store being one, so that either may stand still for as
+long as the other takes to do all of its work, and wake up in the middle of its own.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Paced:
 
 
 def work_on(location: str, parquet: bool) -> Callable[[Holder], None]:
-    """A worker as it is in a pod: it reads what is stored, runs what is missing, and merges the shard when it is done."""
+    """A worker as in a pod: it reads what is stored, runs what is missing, and merges the shard when it is done."""
 
     async def work(holder: Holder) -> None:
         # One request at a time.

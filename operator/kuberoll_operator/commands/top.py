@@ -30,7 +30,7 @@ def top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: float) 
 
     Turns, tokens and trajectories in flight are read from the workers through the API server. If that is not possible,
     rates come from the status, which is updated less often. Progress, reward, failures and the remaining time always
-    come from the status.
+    come from the status, and so do the reasons for which jobs wait, below the table.
     """
     run(_top(cluster, everywhere, once or not sys.stdout.isatty(), interval))
 
@@ -93,7 +93,17 @@ def page(rows: Sequence[JobRow], notes: Sequence[str], namespace: str | None) ->
             "-" if row.failed is None else str(row.failed),
             "-" if row.remaining_seconds is None else str(timedelta(seconds=row.remaining_seconds)),
         )
-    return Group(table, *(Text(note, style="dim") for note in notes))
+    # One line each, whatever the width: `kubectl describe rlj` has the whole message.
+    waiting = [
+        Text(f"{_name(row, namespace)}: {row.waiting}", no_wrap=True, overflow="ellipsis")
+        for row in rows
+        if row.waiting
+    ]
+    return Group(table, *([Text(), *waiting] if waiting else ()), *(Text(note, style="dim") for note in notes))
+
+
+def _name(row: JobRow, namespace: str | None) -> str:
+    return row.name if namespace is not None else f"{row.namespace}/{row.name}"
 
 
 def _number(value: float | None) -> str:

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from kuberoll_operator.deadlines import parse_time
+from kuberoll_operator.main_condition import waiting_line
 from kuberoll_operator.model import Object
 
 TURNS: Final = "kuberoll_turns_total"
@@ -46,7 +47,11 @@ class JobSample:
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """Row of the table; None for unknown values."""
+    """Row of the table; None for unknown values.
+
+    Attributes:
+        waiting: Reason and message of what the job waits for, or failed for; empty while it goes on.
+    """
 
     namespace: str
     name: str
@@ -58,6 +63,7 @@ class JobRow:
     in_flight: int | None
     failed: int | None
     remaining_seconds: int | None
+    waiting: str = ""
 
 
 def counts_of(text: str) -> PodCounts:
@@ -103,6 +109,7 @@ def row_of(look: JobSample, before: JobSample | None) -> JobRow:
         in_flight=round(sum(pod.active for pod in look.pods.values())) if look.pods else None,
         failed=progress.get("failed", 0) if progress else None,
         remaining_seconds=progress.get("estimatedSecondsRemaining"),
+        waiting=waiting_line(status),
     )
 
 

@@ -25,6 +25,7 @@ from kuberoll_operator.deadlines import (
     startup_deadlines,
 )
 from kuberoll_operator.facts import STOPPED, UNDER_WAY, Facts, Stage
+from kuberoll_operator.main_condition import main_condition
 from kuberoll_operator.model import condition, is_true, status_of
 from kuberoll_operator.status.conditions import Verdict, conditions_of, merge_conditions, served_version
 from kuberoll_operator.status.counts import mean_reward, progress_of
@@ -190,22 +191,8 @@ def _summary(status: Json) -> Json:
         "workers": ratio_text(workers["ready"], workers["desired"]),
         "progress": ratio_text(progress["completed"], progress["trajectories"]),
         "meanReward": number_text(results.get("meanReward")),
-        "reason": _main_reason(status)[:64],
+        "reason": str(main_condition(status)["reason"])[:64],
     }
-
-
-def _main_reason(status: Json) -> str:
-    """The reason of the most informative condition: of the end, else of whatever the job waits for."""
-    for kind in (conditions.COMPLETE, conditions.FAILED, conditions.FAILURE_TARGET, conditions.SUSPENDED):
-        if is_true(status, kind):
-            return str(condition(status, kind)["reason"])
-    last = condition(status, conditions.SUCCESS_CRITERIA_MET)
-    if last:
-        return str(last["reason"])
-    if condition(status, conditions.WORKERS_CHECKED).get("status") == "False":
-        return str(condition(status, conditions.WORKERS_CHECKED)["reason"])
-    ready = is_true(status, conditions.GENERATION_READY)
-    return str(condition(status, conditions.WORKERS_READY if ready else conditions.GENERATION_READY)["reason"])
 
 
 def _next_write(status: Mapping[str, Any], interval: float) -> datetime | None:
