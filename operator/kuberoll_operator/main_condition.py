@@ -23,6 +23,7 @@ PROBLEMS: Final = frozenset(
         Reason.SANDBOX,
         Reason.NODE_LOST,
         Reason.NOT_ANSWERING,
+        Reason.WAITING_FOR_TURN,
         Reason.INVALID_TEMPLATE,
         Reason.FORBIDDEN,
         Reason.FIELD_CONFLICT,

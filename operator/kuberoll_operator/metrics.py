@@ -157,7 +157,7 @@ class _LiveGauges(Collector):
     def _of_jobs(self) -> Iterable[prometheus.Metric]:
         phases = Tally(str((item.get("status") or {}).get("phase") or "Pending") for _, item in self._jobs())
         yield _family(definitions.JOBS, {(phase,): phases[phase] for phase in PHASES})
-        waiting = {
+        waiting: dict[tuple[str, ...], float] = {
             (key.namespace, key.name, *problem): 1.0
             for key, item in self._jobs()
             if (problem := waits_for_problem(item.get("status") or {})) is not None

@@ -94,9 +94,9 @@ def test_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "mend", "words"),
     [
-        ("kill", "revive", "its node {} does not answer"),
-        ("stopKubelet", "startKubelet", "its node {} does not answer"),
-        ("fillDisk", "clearDisk", "was removed from node {}"),
+        ("kill", "revive", "node {}"),
+        ("stopKubelet", "startKubelet", "node {}"),
+        ("fillDisk", "clearDisk", "from node {}"),
     ],
 )
 def test_a_node_that_fails_until_the_job_has_ended(
