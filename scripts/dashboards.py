@@ -399,6 +399,18 @@ ROLLOUTS: Final = Page(
                     unit="short",
                 ),
                 Panel(
+                    title="Requests in vain",
+                    about="Requests that replicas have at a time, on the mean, and whose generation comes to nothing: those"
+                    " that fail or are lost with their replica are sent again, aborted ones are not.",
+                    queries=[
+                        (
+                            "{{outcome}}",
+                            f"sum by (outcome) (rate(kuberoll_policy_vain_seconds_total{{{JOB}}}{RATE}))",
+                        )
+                    ],
+                    unit="short",
+                ),
+                Panel(
                     title="Replicas as the workers see them",
                     about="By the state of their circuit breaker: closed ones are used, open ones have failed and are "
                     "probed now and then.",
@@ -521,7 +533,7 @@ FLEET_PAGE: Final = Page(
                         (
                             "{{namespace}}/{{rolloutjob}}: {{reason}} ({{condition}})",
                             "sort_desc(sum by (namespace, rolloutjob, condition, reason)"
-                            f" (sum_over_time(kuberoll_operator_waiting_jobs{{{FLEET}}}[1h:1m])) and on"
+                            f" (sum_over_time(kuberoll_operator_waiting_jobs{{{FLEET}}}[1h:15s])) / 4 and on"
                             " (namespace, rolloutjob, condition, reason)"
                             f" kuberoll_operator_waiting_jobs{{{FLEET}}})",
                         )

@@ -123,6 +123,7 @@ async def test_what_waits_for_a_lost_replica_is_sent_to_another() -> None:
     async with stopping(2) as made, routed(static(made)) as policy:
         await until(lambda: policy.state().replicas.get("closed") == 2)
         made[0].working.clear()
+        began = policy._loop.time()
         answers = await asyncio.gather(*(answer(policy, f"{number}-0-0") for number in range(8)))
         assert set(answers) == {1}
         assert made[0].requests
@@ -130,6 +131,10 @@ async def test_what_waits_for_a_lost_replica_is_sent_to_another() -> None:
         sent = [asked.request_id for replica in made for asked in replica.requests]
         assert len(sent) == len(set(sent)) == 8 + len(made[0].requests)
         assert policy._metrics._outcomes["lost"] == len(made[0].requests)
+        # What they have cost: each was there until it was found out.
+        lasted = policy._loop.time() - began
+        assert silence.SILENT_SECONDS <= policy._metrics._vain["lost"] <= lasted * len(made[0].requests)
+        assert policy._metrics._vain.keys() == {"lost"}
         assert policy.state().replicas.get("closed") == 1
         # It gets requests again when it works again.
         made[0].working.set()

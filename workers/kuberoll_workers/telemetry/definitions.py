@@ -202,6 +202,14 @@ POLICY_REQUESTS: Final = Counter(
     labels=(*_JOB, "outcome"),
     help="Requests sent to replicas, by outcome; only `answered` ones count as turns.",
 )
+POLICY_VAIN_SECONDS: Final = Counter(
+    name="kuberoll_policy_vain_seconds_total",
+    unit="seconds",
+    labels=(*_JOB, "outcome"),
+    help="Seconds for which replicas had requests in vain: `failed` and `lost` ones, which are sent again, from when "
+    "they were sent until that was found out, and `aborted` ones, which are not waited for any more. Answers come "
+    "whole: how many tokens had been generated is not known.",
+)
 POLICY_REPLICAS: Final = Gauge(
     name="kuberoll_policy_replicas",
     unit="replicas",
@@ -375,6 +383,7 @@ GROUPS: Final = (
         "Request routing",
         (
             POLICY_REQUESTS,
+            POLICY_VAIN_SECONDS,
             POLICY_REPLICAS,
             POLICY_WAITING_REQUESTS,
             POLICY_WINDOW_REQUESTS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry
 
@@ -13,6 +13,9 @@ from kuberoll_workers.telemetry.tallies import counter, gauge
 RequestOutcome = Literal["answered", "overloaded", "unreachable", "failed", "lost", "refused", "aborted"]
 """Outcome of a request. `failed`: broken connections and malformed responses; `lost`: the replica gave no sign of life,
 and the request was sent to another one; `aborted`: cancelled by the caller."""
+
+VAIN_OUTCOMES: Final[tuple[RequestOutcome, ...]] = ("failed", "lost", "aborted")
+"""Outcomes of requests that a replica may have worked on."""
 
 MOVE_CAUSES = ("gone", "broken", "failed", "overload")
 """Reasons for moving a trajectory to another replica."""
@@ -71,9 +74,11 @@ class RoutingMetrics:
         self.read_state: Callable[[], RoutingState] | None = None
         self._job = job
         self._outcomes: dict[str, int] = {}
+        self._vain: dict[str, float] = {}
         self._moves: dict[str, int] = {}
         self._answered = 0
         self._requests_total = counter(metrics.POLICY_REQUESTS, registry)
+        self._vain_total = counter(metrics.POLICY_VAIN_SECONDS, registry)
         self._moves_total = counter(metrics.SESSIONS_MOVED, registry)
         self._replicas = gauge(metrics.POLICY_REPLICAS, registry)
         self._waiting = gauge(metrics.POLICY_WAITING_REQUESTS, registry)
@@ -81,6 +86,8 @@ class RoutingMetrics:
         # Start at 0: Prometheus does not see the increase of a series that first appears above 0.
         for outcome in get_args(RequestOutcome):
             self._requests_total.labels(job, outcome)
+        for outcome in VAIN_OUTCOMES:
+            self._vain_total.labels(job, outcome)
         for cause in MOVE_CAUSES:
             self._moves_total.labels(job, cause)
 
@@ -90,9 +97,15 @@ class RoutingMetrics:
         if versions:
             self.policy_version = versions[-1][0]
 
-    def record_request(self, outcome: RequestOutcome) -> None:
-        """Count a request without a response."""
+    def record_request(self, outcome: RequestOutcome, seconds: float = 0.0) -> None:
+        """Count a request without a response.
+
+        Args:
+            seconds: How long a replica had it; counted of those whose generation was in vain (`VAIN_OUTCOMES`).
+        """
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+        if outcome in VAIN_OUTCOMES:
+            self._vain[outcome] = self._vain.get(outcome, 0.0) + seconds
 
     def record_move(self, cause: str) -> None:
         """Count a trajectory that moves to another replica."""
@@ -102,9 +115,12 @@ class RoutingMetrics:
         """Publish the counts."""
         outcomes, self._outcomes = {**self._outcomes, "answered": self._answered}, {}
         moves, self._moves = self._moves, {}
+        vain, self._vain = self._vain, {}
         self._answered = 0
         for outcome, count in outcomes.items():
             self._requests_total.labels(self._job, outcome).inc(count)
+        for outcome, seconds in vain.items():
+            self._vain_total.labels(self._job, outcome).inc(seconds)
         for cause, count in moves.items():
             self._moves_total.labels(self._job, cause).inc(count)
         if self.read_state is not None:

@@ -284,6 +284,7 @@ class RoutedPolicy:
                 assert replica is not None
                 client = self._clients[replica.id]
                 flights = self._in_flight[replica.id]
+                sent = time()
                 try:
                     result, tokens = await self._sent(ticket, replica, send(client, broken))
                 except Overloaded as error:
@@ -308,7 +309,7 @@ class RoutedPolicy:
                     raise
                 except PolicyUnavailable as error:
                     lost = isinstance(error, ReplicaLost)
-                    metrics.record_request("lost" if lost else "failed")
+                    metrics.record_request("lost" if lost else "failed", time() - sent)
                     admission.record_failure(ticket, time())
                     self._watch(replica, error)
                     if isinstance(error, ReplicaLost) and not error.stalled:
@@ -329,7 +330,7 @@ class RoutedPolicy:
                     broken += 1
                     continue
                 except BaseException:
-                    metrics.record_request("aborted")
+                    metrics.record_request("aborted", time() - sent)
                     admission.record_failure(ticket, time(), blame=False)
                     raise
                 finally:
