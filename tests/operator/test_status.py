@@ -1246,8 +1246,8 @@ def replica(name: str, address: str) -> Object:
 
 def server(address: str, second: int, requests: int = 0) -> UnansweringReplica:
     url = f"http://{address}:8000"
-    said = {"since": f"2026-11-27T12:03:{second}Z", "problem": f"{url}: no answer within 6 s", "requests": requests}
-    return UnansweringReplica(url=url, **said)
+    since, problem = f"2026-11-27T12:03:{second}Z", f"{url}: no answer within 6 s"
+    return UnansweringReplica(url=url, since=since, problem=problem, requests=requests)
 
 
 def heard(*reports: tuple[int | None, list[UnansweringReplica]], pods: list[Object] | None = None) -> Observed:
@@ -1265,7 +1265,7 @@ def generation_ready(status: Mapping[str, Any]) -> dict[str, Any]:
     return next(item for item in status["conditions"] if item["type"] == "GenerationReady")
 
 
-TWO = {"generation": {"replicas": 2}}
+TWO: dict[str, Any] = {"generation": {"replicas": 2}}
 
 
 def test_a_replica_that_is_ready_and_does_not_answer_the_workers_is_told_of_until_it_does() -> None:

@@ -18,9 +18,9 @@ from kuberoll_operator.cache import Cache
 from kuberoll_operator.kube.errors import Forbidden, Unavailable
 from kuberoll_operator.kube.resources import PODS, Resource
 from kuberoll_operator.kube.sign_reader import LAST_SECONDS, PATIENT_LAST_SECONDS, SignReader
+from kuberoll_operator.main_condition import PROBLEMS
 from kuberoll_operator.model import Key, Object, Observed
 from kuberoll_operator.signs import ClusterEvent, Signs, Subject, in_order, read_event
-from kuberoll_operator.transitions import PROBLEMS
 from kuberoll_operator.waiting import rules
 from kuberoll_operator.waiting.causes import Claim, claim_cause, start_cause
 from kuberoll_operator.waiting.questions import Question, questions
@@ -264,6 +264,7 @@ PROBE_WORDS = 'Get "http://10.244.1.13:8080/livez": context deadline exceeded'
 
 def restarted_pod(code: int = 137, **state: Any) -> Object:
     """The recorded pod of an engine that does not become ready, after its first container was ended."""
+    found: Object
     [found] = [item for item in load("startup-probe-failing")["objects"] if item["kind"] == "Pod"]
     end = {
         "exitCode": code,

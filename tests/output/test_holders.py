@@ -118,7 +118,7 @@ def work_on(location: str, parquet: bool) -> Callable[[Holder], None]:
         for number in range(TASKS):
             if TrajectoryKey(number, 0) not in store.state.stored:
                 # What two workers sample of one trajectory is not the same with a real engine.
-                mine = {"total_reward": float(id(holder) % 1000), "metadata": {"by": uuid.uuid4().hex}}
+                mine: dict[str, Any] = {"total_reward": float(id(holder) % 1000), "metadata": {"by": uuid.uuid4().hex}}
                 await store.result(record(number, **mine))
         await store.result(failure(TASKS + 1, cause=uuid.uuid4().hex))
         await store.close()
