@@ -22,7 +22,8 @@ from kuberoll_workers.environments.runner import EnvironmentRunner
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[CodeExecutionEnvironment]:
-    made = CodeExecutionEnvironment({"cpuSeconds": 2, "wallSeconds": 20})
+    # Little memory, so that filling it takes no time to speak of.
+    made = CodeExecutionEnvironment({"cpuSeconds": 2, "wallSeconds": 20, "memoryMiB": 128})
     yield made
     made.shutdown()
 
@@ -416,8 +417,10 @@ def test_a_wrong_config_names_its_key() -> None:
 
 
 async def test_code_is_executed_by_an_environment_in_a_process() -> None:
-    spec = PlainSpec(name="code", type="code_execution", entrypoint=None, config={"cpuSeconds": 2, "parallel": 1})
-    runner = EnvironmentRunner(ProcessExecutor(spec, processes=1, timeout=60), max_batch=8)
+    # Filling 512 MiB took 2 s of CPU time on a virtual machine: the time is ample, so that memory is what ends it.
+    config = {"cpuSeconds": 60, "memoryMiB": 128, "parallel": 1}
+    spec = PlainSpec(name="code", type="code_execution", entrypoint=None, config=config)
+    runner = EnvironmentRunner(ProcessExecutor(spec, processes=1, timeout=150), max_batch=8)
     try:
         log = [{"role": "assistant", "content": "```python\ndef f(x): return x + 1\n```"}]
         right = await runner.step(log, {"tests": ["assert f(1) == 2"]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -225,6 +226,52 @@ def test_what_a_killed_supervisor_leaves_is_ended(runner: ProgramRunner) -> None
         while with_mark(mark):
             time.sleep(0.01)
         assert "supervisor was killed" in str(failures[0])
+
+
+_BEYOND_SEVERAL = """
+import os, time
+while not os.path.exists("go"): time.sleep(0.01)
+held = b"x" * (128 << 20)
+while {measure} < {seconds}: {wait}
+open("beyond", "w").close()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limits", "source"),
+    [
+        # The kernel's own limit of a process is beyond this one by a second and more.
+        (Limits(cpu_seconds=1, wall_seconds=600, memory=64 * MIB),
+         _BEYOND_SEVERAL.format(measure="time.process_time()", seconds=1.1, wait="pass")),
+        (Limits(cpu_seconds=60, wall_seconds=10, memory=64 * MIB),
+         f"import time; began = time.monotonic()\n{_BEYOND_SEVERAL}".format(
+             measure="time.monotonic() - began", seconds=10, wait="time.sleep(0.1)")),
+    ],
+    ids=["processor time", "elapsed time"],
+)  # fmt: skip
+def test_memory_is_told_before_the_time_that_it_took_to_fill(limits: Limits, source: str) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    outcomes: list[Outcome] = []
+    with ProgramRunner(parallel=1) as other:
+        other.check()
+        assert other._launcher is not None
+        asking = threading.Thread(target=lambda: outcomes.append(run(other, source, mark=mark, limits=limits)))
+        asking.start()
+        while not with_mark(mark):
+            time.sleep(0.01)
+        [supervisor] = process_tree.children(other._launcher.pid)
+        # A busy machine lets a supervisor look late.
+        os.kill(supervisor, signal.SIGSTOP)
+        [program] = with_mark(mark)
+        scratch = Path(f"/proc/{program}/cwd").resolve()
+        (scratch / "go").touch()
+        while not (scratch / "beyond").exists():
+            time.sleep(0.01)
+        os.kill(supervisor, signal.SIGCONT)
+        asking.join()
+    assert [outcome.kind for outcome in outcomes] == ["memory"], outcomes
 
 
 def test_files_of_the_scratch_directory_are_private(runner: ProgramRunner) -> None:

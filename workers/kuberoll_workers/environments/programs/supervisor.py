@@ -243,11 +243,11 @@ class _Supervision:
         try:
             while True:
                 now = time.monotonic()
-                if now >= deadline:
-                    return "wall_time"
-                if now >= next_look:
+                if now >= min(next_look, deadline):
                     if (kind := self._exceeded()) is not None:
                         return kind
+                    if now >= deadline:
+                        return "wall_time"
                     next_look = time.monotonic() + _TICK_SECONDS
                 events = dict(poll.poll(max(1.0, 1000 * (min(next_look, deadline) - now))))
                 if ended in events:
@@ -278,17 +278,20 @@ class _Supervision:
             self._feed = -1
 
     def _exceeded(self) -> OutcomeKind | None:
-        """The limit that the program exceeds now."""
+        """The limit that the program exceeds now.
+
+        Of several, memory comes first: how long it takes to fill is the machine's doing too.
+        """
         limits, processes = self._limits, list(process_tree.descendants(os.getpid()))
         self._cpu.look(processes, time.monotonic())
-        if max(self._cpu.seconds, _waited()) > limits.cpu_seconds:
-            return "cpu_time"
         # The quick measure counts memory that processes share for each of them.
         if (
             sum(map(process_tree.resident, processes)) > limits.memory
             and sum(map(process_tree.proportional, processes)) > limits.memory
         ):
             return "memory"
+        if max(self._cpu.seconds, _waited()) > limits.cpu_seconds:
+            return "cpu_time"
         return "disk" if self._held(processes) > limits.disk else None
 
     def _held(self, processes: list[int]) -> float:
