@@ -8,6 +8,7 @@ import pytest
 
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.serving.engines.faults import fault_of
+from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
 
 if TYPE_CHECKING:
     from vllm.v1.engine.exceptions import EngineGenerateError
@@ -45,6 +46,27 @@ def test_the_causes_of_a_refusal_are_said() -> None:
     error.__cause__ = RuntimeError("Rule root is defined multiple times")
     text = str(fault_of(error, dead=None))
     assert text == "Invalid grammar specification: Rule root is defined multiple times"
+
+
+def test_no_more_than_three_causes_of_a_refusal_are_said() -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    error: BaseException = ValueError("cause 4")
+    for number in (3, 2, 1):
+        outer = VLLMValidationError(f"cause {number}")
+        outer.__cause__ = error
+        error = outer
+    assert isinstance(error, Exception)
+    assert str(fault_of(error, dead=None)) == "cause 1: cause 2: cause 3"
+
+
+def test_what_a_request_gets_of_an_engine_that_is_gone_is_not_its_fault() -> None:
+    # Such as while it is shut down.
+    engine = VLLMEngine(model="none", tokenizer="none", revision=None, engine_args={})
+    error = hidden(ValueError("bad row"))
+    fault = fault_of(error, dead=engine._dead(error))
+    assert isinstance(fault, PolicyUnavailable)
+    assert "EngineGenerateError" in str(fault)
 
 
 def test_full_queues_and_what_may_be_tried_again_are_the_engine_s() -> None:
