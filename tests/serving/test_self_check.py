@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import pytest
@@ -170,6 +171,25 @@ def test_the_fault_of_speculation_on_cpus_is_proof() -> None:
     (finding,) = distribution_findings(pairs, FLOAT32)
     assert finding.certain
     assert "reported -6.238, scored -30.600" in finding.words
+
+
+@pytest.mark.parametrize(
+    ("kind", "sound", "imprecise"),
+    [
+        ({}, 9e-4, 2e-3),
+        ({"dtype": "bfloat16"}, 0.09, 0.2),
+        ({"dtype": "bfloat16", "mixture": True}, 0.29, 0.4),
+        ({"quantized": True}, 0.29, 0.4),
+    ],
+)
+def test_how_imprecise_an_engine_may_be_depends_on_its_kind(
+    kind: dict[str, Any], sound: float, imprecise: float
+) -> None:
+    of = Kind(vocabulary=VOCABULARY, **kind)
+    for difference, said in ((sound, []), (imprecise, ["its log-probabilities are imprecise"])):
+        # To both sides, as rounding is: no evidence of tokens that are impossible.
+        pairs = [Pair(-1.0, -1.0 + sign * difference) for sign in (1, -1)] * 8
+        assert [finding.words.partition(":")[0] for finding in distribution_findings(pairs, of)] == said
 
 
 def test_numbers_that_overflow_are_evidence_too() -> None:
