@@ -193,6 +193,27 @@ async def test_a_caller_who_holds_too_much_loses_what_came_least_lately(path: st
         assert refused[0][1]["error"]["type"] == "TooManyBodies"
 
 
+async def test_callers_are_told_apart_by_what_they_show() -> None:
+    # One who holds little loses nothing to one who holds much, though its body is the oldest.
+    entered = Entrance(Places(), arrivals=Arrivals(bodies=2))
+    async with serving(entered, HttpToolsProtocol, 600) as port, http() as session:
+
+        @asynccontextmanager
+        async def arriving(token: str, bodies: int) -> AsyncIterator[asyncio.StreamReader]:
+            async with connections(port, 1, head("/v1/generate", 90, token)) as (reader,):
+                while entered.arrivals.bodies < bodies:  # noqa: ASYNC110 - the bodies are counted without an event
+                    await asyncio.sleep(0)
+                yield reader
+
+        async with arriving("few", 1) as oldest, arriving("many", 2) as other:
+            async with session.post(
+                f"http://127.0.0.1:{port}/v1/generate", data=b"{}", headers={"authorization": "Bearer many"}
+            ) as found:
+                assert found.status == 200
+            assert (await answer(other))[0] == 429
+            assert not oldest.at_eof()
+
+
 async def test_a_body_that_comes_where_there_is_no_room_is_refused_itself() -> None:
     app = Places()
     # Each of these is whole: none can be dropped.

@@ -96,3 +96,9 @@ def test_the_tally_has_the_largest_difference() -> None:
     spots.count([Pair(-1.0, -1.25), Pair(-2.0, -2.0)])
     spots.count([Pair(-1.0, -1.0)])
     assert (spots.tally.checked, spots.tally.largest) == (2, 0.25)
+
+
+def test_a_response_without_tokens_is_not_chosen() -> None:
+    spots = SpotChecks(longest=LONGEST, share=1.0)
+    assert all(spots.choose(response(10, 0), WHOLE, computed=10, version="0") is None for _ in range(10))
+    assert spots.choose(response(10, 1), WHOLE, computed=11, version="0") is not None
