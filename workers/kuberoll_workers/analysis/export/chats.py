@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from kuberoll_workers.analysis.export.samplings import sampling_text
 from kuberoll_workers.analysis.export.views import chat, chat_with_calls, spoken
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
@@ -66,6 +67,7 @@ def sharegpt_row(record: TrajectoryRecord, role: str, path: int) -> dict[str, An
         "conversations": conversation,
         "environment": record.task_name,
         "reward": record.total_reward,
+        "sampling": sampling_text(record),
     }
 
 
