@@ -13,7 +13,7 @@ import pytest
 from kuberoll_workers.environments.batches import StepBatch
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import MAX_ABANDONED_THREADS, make_executor
-from kuberoll_workers.environments.outcome import StepOutcome, StepRaised, StepTimedOut
+from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome, StepRaised, StepTimedOut
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.tools import ToolEnvironment, tool
@@ -95,6 +95,39 @@ async def test_calls_that_hang_at_a_time_are_bounded() -> None:
         with contextlib.suppress(StepTimedOut):
             results = await made.run(one())
     assert results[0].reward == 1.0
+    await made.close()
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["its constructor raises", "the call is cancelled"])
+async def test_an_instance_that_does_not_come_leaves_no_thread(fails: bool) -> None:
+    gate, constructing, go_on = threading.Event(), threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def make() -> Plain:
+        threads.append(threading.current_thread())
+        if len(threads) > 1:
+            constructing.set()
+            if fails:
+                raise OSError("no more of them")
+            go_on.wait()
+        return Plain({"a": gate})
+
+    made = make_executor(make, isolation="Inline", processes=1, timeout=0.01)
+    with pytest.raises(StepTimedOut):
+        await made.run(one(gate="a"))
+    call = asyncio.create_task(made.run(one()))
+    await asyncio.to_thread(constructing.wait)
+    if fails:
+        with pytest.raises(EnvironmentFault, match="no more of them"):
+            await call
+    else:
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    go_on.set()
+    threads[-1].join(60)
+    assert not threads[-1].is_alive()
+    gate.set()
     await made.close()
 
 

@@ -238,17 +238,20 @@ class InlineExecutor:
                 "call that hangs is killed"
             )
         thread, made = DaemonThread(), self._environment
-        if self._make is not None:
-            try:
-                made = await asyncio.wrap_future(thread.submit(self._make))
-            except Exception as error:
-                thread.abandon()
-                raise fault_of(error, "the constructor of another instance") from error
-        if made is self._environment:
-            await asyncio.wait({asyncio.wrap_future(hung)}, timeout=self.timeout)
-            if hung.done():
-                thread.abandon()
-                return
+        try:
+            if self._make is not None:
+                try:
+                    made = await asyncio.wrap_future(thread.submit(self._make))
+                except Exception as error:
+                    raise fault_of(error, "the constructor of another instance") from error
+            if made is self._environment:
+                await asyncio.wait({asyncio.wrap_future(hung)}, timeout=self.timeout)
+                if hung.done():
+                    thread.abandon()
+                    return
+        except BaseException:
+            thread.abandon()
+            raise
         assert self._thread is not None
         self._thread.abandon()
         self._left.add(hung)
