@@ -221,6 +221,15 @@ async def test_a_failure_begins_with_the_last_line_of_the_program_s_errors() -> 
     program = "import sys; sys.stderr.write('x' * 5000 + '\\n'); raise KeyError('the cause')"
     (found,) = await play({"command": [PYTHON, "-c", program]}, [request("e")], isolation="Inline")
     assert str(found).startswith(f"agent.command: {PYTHON} ended with exit code 1: KeyError: 'the cause'\n")
+    # And has the others after it, if there are any.
+    assert "its standard error ends with\nxxx" in str(found)
+    for errors, words in (
+        ("echo one >&2; echo two >&2", ": two\nits standard error ends with\none\ntwo"),
+        ("echo one >&2", ": one"),
+        (":", ""),
+    ):
+        (found,) = await play({"command": ["sh", "-c", f"{errors}; exit 1"]}, [request("e")], isolation="Inline")
+        assert str(found) == f"agent.command: sh ended with exit code 1{words}"
     assert isinstance(found, EnvironmentFault)
     assert found.traceback is None
 
