@@ -193,13 +193,14 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
     status = status_of(raw)
     name = backend_of(job, status, kuberay=settings.kuberay)
     backend = BACKENDS[name]
-    generation = backend.state(job, observed)
+    quota = queueing.quota_of(job, workload_of(job, raw, observed), observed.quota, settings)
+    engines = quota.assignments.get(names.GENERATION)
+    generation = backend.state(job, observed, paid_for=None if engines is None else engines.count)
     shards = _shards(job, raw, observed)
     check = _check(job, raw, observed, name, generation=generation, shards=shards)
     end = _finish(job, raw, observed)
     ready = _is_ready(generation, status)
     services = tuple(service_states(job, observed))
-    quota = queueing.quota_of(job, workload_of(job, raw, observed), observed.quota, settings)
     failure = _failure(
         job,
         raw,

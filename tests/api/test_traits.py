@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from kuberoll_api.model import traits
 from kuberoll_api.model.rolloutjob import RolloutJobSpec
 from kuberoll_api.model.traits import IDENTITY, OPERATION, POD, Traits
-from kuberoll_api.schema.rules import ONLY_SUSPENDED, WORKERS_AT_ANY_TIME
+from kuberoll_api.schema.rules import AT_ANY_TIME, ONLY_SUSPENDED
 
 
 def incomplete(model: type[BaseModel], path: str = "spec", parent: Traits | None = None) -> Iterator[str]:
@@ -70,8 +70,8 @@ def test_what_makes_a_run_another_run() -> None:
 
 
 def test_what_a_running_job_may_change() -> None:
-    assert ONLY_SUSPENDED == ("generation", "services", "environments", "dataset", "rollout", "output")
-    assert WORKERS_AT_ANY_TIME == ("replicas",)
+    assert ONLY_SUSPENDED == ("services", "environments", "dataset", "rollout", "output")
+    assert AT_ANY_TIME == {"generation": ("replicas", "autoscaling"), "workers": ("replicas",)}
     assert list(paths(RolloutJobSpec, "spec", Traits(), "change", "Never")) == ["spec.managedBy"]
 
 

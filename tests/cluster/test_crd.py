@@ -17,6 +17,7 @@ from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.rolloutjob import RolloutJob, RolloutJobSpec
 from kuberoll_api.model.workers import Workers
 from kuberoll_api.schema import crd
+from kuberoll_api.schema.rules import AT_ANY_TIME
 from tests.api.contradictions import ACCEPTED, JOB, REFUSED, Contradiction, changed
 from tests.api.test_crd import STATUS
 from tests.cluster.api import Api, ApiError, path_of
@@ -249,8 +250,6 @@ FULL = (
 
 SETTLED: dict[str, dict[str, Any]] = {
     "generation.model": {"spec.generation.model.source": "other"},
-    "generation.replicas": {"spec.generation.replicas": 3},
-    "generation.replicas, removed": {"spec.generation.replicas": None},
     "generation.engineArgs": {"spec.generation.engineArgs.dtype": "float32"},
     "generation.engineArgs, removed": {"spec.generation.engineArgs": None},
     # Where keys are free, one could pass for another.
@@ -303,6 +302,14 @@ SETTLED: dict[str, dict[str, Any]] = {
         for name, field in Workers.model_fields.items()
         if name != "replicas"
     },
+    **{
+        f"generation.{alias}, removed": {f"spec.generation.{alias}": None}
+        for alias in ("env", "image", "nodeSelector", "podTemplate", "tolerations", "volumes")
+    },
+    "generation.selfCheck": {"spec.generation.selfCheck": "Skip"},
+    "generation.maxOngoingRequests": {"spec.generation.maxOngoingRequests": 1},
+    "generation.routing": {"spec.generation.routing": "LeastLoaded"},
+    "generation.backend": {"spec.generation.backend": "Native"},
 }
 
 # What is absent has this default: removing it changes nothing.
@@ -354,6 +361,9 @@ async def test_a_suspended_job_can_change_and_be_resumed_with_it(
         {"spec.suspend": True},
         {"spec.workers.replicas": 9},
         {"spec.workers.replicas": None},
+        {"spec.generation.replicas": 3},
+        {"spec.generation.replicas": None},
+        {"spec.generation.replicas": None, "spec.generation.autoscaling": {"maxReplicas": 3}},
         {"spec.activeDeadlineSeconds": 60},
         {"spec.startupDeadlineSeconds": 60},
         {"spec.ttlSecondsAfterFinished": 0},
@@ -366,8 +376,33 @@ async def test_what_may_change_at_any_time(api: Api, running: Object, change: di
     await replace(api, running, change)
 
 
+@pytest.mark.parametrize("backend", ["KubeRay", "Native"])
+async def test_engines_scale_unless_kuberay_runs_them(api: Api, place: str, backend: str) -> None:
+    """What `Auto` has become is in the status alone."""
+    job = await make(api, place, {"spec.generation.autoscaling": {"maxReplicas": 2}})
+    assert job["spec"]["generation"]["backend"] == "Auto"
+    scaled = {"spec.generation.autoscaling.maxReplicas": 3}
+    await replace(api, job, scaled)
+    status = {"generation": {"backend": backend}}
+    job = await api.patch("RolloutJob", place, "job", {"status": status}, subresource="status")
+    for change in (
+        scaled,
+        {"spec.generation.autoscaling": None},
+        {"spec.generation.autoscaling": None, "spec.generation.replicas": 2},
+    ):
+        if backend == "KubeRay":
+            with pytest.raises(ApiError, match=r"spec\.generation.*with backend KubeRay.*suspend: true first"):
+                await replace(api, job, change)
+        else:
+            await replace(api, job, change)
+    await replace(api, job, {"spec.workers.replicas": 9})
+    stopped = await api.patch("RolloutJob", place, "job", {"spec": {"suspend": True}})
+    await replace(api, stopped, scaled | {"spec.suspend": False})
+
+
 def test_the_table_has_every_settled_field() -> None:
     settled = {path.split(",")[0] for path in SETTLED}
+    assert AT_ANY_TIME == {"generation": ("replicas", "autoscaling"), "workers": ("replicas",)}
     assert {f"workers.{field.alias}" for name, field in Workers.model_fields.items() if name != "replicas"} <= settled
     changing = {
         "suspend",

@@ -163,6 +163,37 @@ def test_somebody_elses_engine_needs_no_check() -> None:
     assert "Job/check" not in applied(decide(observed(), **external))
 
 
+def test_engines_are_scaled_while_they_run() -> None:
+    live = child("Deployment", "puzzle-generation", status={"observedGeneration": 1, "readyReplicas": 2})
+    live["spec"] = decide(observed(), {"conditions": [CHECKED]}).apply[-1]["spec"]
+    live["metadata"]["annotations"] = {names.SHAPE_DIGEST: "of an older operator"}
+    for replicas in (1, 3):
+        scaled = {"generation": {"replicas": replicas}}
+        [wanted] = [item for item in decide(observed(live), **scaled).apply if item["kind"] == "Deployment"]
+        assert wanted["spec"] == {**live["spec"], "replicas": replicas}
+    ready = {"conditions": [CHECKED, condition("GenerationReady", True, "Ready")]}
+    status = compute_status(compute_facts(job(**scaled), raw(ready), observed(live), SETTINGS, at(60)))
+    [found] = [item for item in status["conditions"] if item["type"] == "GenerationReady"]
+    assert (found["status"], found["message"]) == ("True", "2 of 3 replicas are ready")
+    assert status["generation"] == {**status["generation"], "readyReplicas": 2, "desiredReplicas": 3}
+
+
+def test_groups_are_scaled_while_they_run() -> None:
+    live = decide(observed(), {"conditions": [CHECKED]}, **SPREAD).apply[-1]
+    live["metadata"] |= {"uid": "1", "annotations": {names.SHAPE_DIGEST: "of an older operator"}}
+    scaled = {"generation": {**SPREAD["generation"], "replicas": 3}}
+    [wanted] = [item for item in decide(observed(live), **scaled).apply if item["kind"] == "LeaderWorkerSet"]
+    assert wanted["spec"] == {**live["spec"], "replicas": 3}
+
+
+def test_the_number_of_engines_is_nothing_to_pods() -> None:
+    """Their configuration stays as it is, and so does what a run is compared by."""
+    made = [decide(observed(), generation=scale).apply for scale in ({"replicas": 1}, {"replicas": 3})]
+    made.append(decide(observed(), generation={"replicas": None, "autoscaling": {"maxReplicas": 4}}).apply)
+    configs = [next(item["data"] for item in found if item["kind"] == "ConfigMap") for found in made]
+    assert configs[0] == configs[1] == configs[2]
+
+
 SPREAD: dict[str, Any] = {
     "generation": {
         "engineArgs": {"tensor_parallel_size": 8, "pipeline_parallel_size": 2},
@@ -481,9 +512,10 @@ class Cluster(RuleBasedStateMachine):
             else:
                 assert live["spec"]["template"] == item["spec"]["template"]
                 assert live["spec"]["completions"] == item["spec"]["completions"]
-        if item["kind"] == "Deployment" and live is None:
-            # Never an engine before it is known that workers will find what they need.
-            assert self.checked
+        if item["kind"] == "Deployment":
+            # Never an engine before it is known that workers will find what they need, and none that is started anew.
+            assert self.checked if live is None else live["spec"]["template"] == item["spec"]["template"]
+            assert item["spec"]["replicas"] == self.engines()
         made = copy.deepcopy(item)
         made["metadata"]["generation"] = 1
         made["status"] = copy.deepcopy(live["status"]) if live else {}
@@ -530,6 +562,14 @@ class Cluster(RuleBasedStateMachine):
     def is_scaled(self, replicas: int) -> None:
         self.spec["workers"] = {**self.spec["workers"], "replicas": replicas}
 
+    @rule(replicas=st.sampled_from([None, 1, 2, 3]))
+    def engines_are_scaled(self, replicas: int | None) -> None:
+        self.spec["generation"] = {"replicas": replicas}
+
+    def engines(self) -> int:
+        """Number of engines that there should be."""
+        return self.spec.get("generation", {"replicas": 2})["replicas"] or 1
+
     @rule()
     def template_is_edited(self) -> None:
         """As a user does it: suspend, edit, resume."""
@@ -548,9 +588,9 @@ class Cluster(RuleBasedStateMachine):
     def generation_becomes_ready(self) -> None:
         live = self.children.get(("Deployment", "puzzle-generation"))
         if live is not None:
-            for _ in range(2 - len(self.living("generation"))):
+            for _ in range(live["spec"]["replicas"] - len(self.living("generation"))):
                 self.start("generation")
-            live["status"] = {"observedGeneration": 1, "readyReplicas": 2}
+            live["status"] = {"observedGeneration": 1, "readyReplicas": live["spec"]["replicas"]}
 
     @rule(ready=st.integers(0, 1))
     def engines_are_lost(self, ready: int) -> None:
@@ -666,7 +706,7 @@ class Cluster(RuleBasedStateMachine):
 
     def remember_readiness(self) -> None:
         live = self.children.get(("Deployment", "puzzle-generation"))
-        ready = live is not None and live["status"].get("readyReplicas") == 2
+        ready = live is not None and live["status"].get("readyReplicas", 0) >= self.engines()
         self.was_ready = ready or (self.was_ready and live is not None)
 
     @rule()

@@ -164,6 +164,47 @@ def test_no_more_workers_than_are_paid_for() -> None:
     assert found.apply[-1]["spec"]["parallelism"] == 2
 
 
+@pytest.mark.parametrize(
+    ("scale", "most"),
+    [
+        ({"replicas": 1}, 1),
+        ({"replicas": 5}, 2),
+        ({"replicas": None, "autoscaling": {"minReplicas": 4, "maxReplicas": 9}}, 2),
+        ({"replicas": None, "autoscaling": {"maxReplicas": 1}}, 1),
+    ],
+    ids=str,
+)
+def test_no_more_engines_than_are_paid_for(scale: dict[str, Any], most: int) -> None:
+    live = deployment(2)
+    live["spec"] = {"replicas": 2}
+    [found] = [
+        item for item in decide(observed(ADMITTED, live), generation=scale).apply if item["kind"] == "Deployment"
+    ]
+    assert found["spec"]["replicas"] == most
+    status = told(observed(ADMITTED, live), generation=scale)
+    words = condition(status, conditions.GENERATION_READY)["message"]
+    wanted = (scale.get("autoscaling") or {}).get("maxReplicas") or scale["replicas"]
+    waits = f"{wanted} are wanted and the admitted quota is for 2: the others wait for the next admission"
+    assert (waits in words) == (wanted > 2)
+    # Suspended and resumed, the job asks for all of them.
+    [asked] = [item for item in decide(observed(), generation=scale).apply if item["kind"] == "Workload"]
+    assert asked["spec"]["podSets"][0]["count"] == wanted
+
+
+def test_groups_are_paid_for_as_a_whole() -> None:
+    generation = {
+        "engineArgs": {"tensor_parallel_size": 16},
+        "resources": {"limits": {"nvidia.com/gpu": "8"}},
+        "replicas": 3,
+    }
+    live = copy.deepcopy(ADMITTED)
+    live["status"]["admission"]["podSetAssignments"][0]["count"] = 5
+    [found] = [
+        item for item in decide(observed(live), generation=generation).apply if item["kind"] == "LeaderWorkerSet"
+    ]
+    assert found["spec"]["replicas"] == 2
+
+
 def test_an_evicted_job_gives_its_quota_back_when_its_last_pod_has_ended() -> None:
     begun = told(observed(ADMITTED, deployment(2)), told(observed()))
     worker = pod("workers", shard=0)
@@ -341,6 +382,13 @@ class QueuedCluster(Cluster):
             return True
         return live is not None and is_true(live["status"], "Admitted") and not is_true(live["status"], "Evicted")
 
+    def engines(self) -> int:
+        wanted, live = super().engines(), self.workload
+        if self.queue is None or live is None or not self.may_run():
+            return wanted
+        assigned = live["status"]["admission"]["podSetAssignments"]
+        return min(wanted, next(item["count"] for item in assigned if item["name"] == "generation"))
+
     def something_lives(self) -> bool:
         parts = ("generation", "check", "workers", "finish")
         return ("Deployment", "puzzle-generation") in self.children or any(self.living(part) for part in parts)
@@ -348,6 +396,10 @@ class QueuedCluster(Cluster):
     def apply(self, item: Object) -> None:
         begins = item["kind"] == "Deployment" or (item["kind"] == "Job" and not item["spec"]["suspend"])
         assert self.may_run() or not begins
+        if (live := self.workload) is not None and "admission" in live["status"] and self.may_run():
+            paid_for = {part["name"]: part["count"] for part in live["status"]["admission"]["podSetAssignments"]}
+            if item["kind"] == "Deployment" and self.queue is not None:
+                assert item["spec"]["replicas"] <= paid_for["generation"]
         if item["kind"] == "Workload" and (live := self.workload) is not None:
             assert "admission" not in live["status"]
         super().apply(item)

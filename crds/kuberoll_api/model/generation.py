@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
@@ -10,7 +10,7 @@ from kuberoll_api.model.access import MAX_ACCESS, PolicyAccess
 from kuberoll_api.model.chat_template import NO_TEMPLATE, RESERVED_VARIABLES
 from kuberoll_api.model.contradictions import contradiction, reject_duplicates
 from kuberoll_api.model.pods import PodOptions
-from kuberoll_api.model.traits import IDENTITY, OPERATION, POD
+from kuberoll_api.model.traits import IDENTITY, OPERATION, POD, Traits
 from kuberoll_api.model.types import (
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
@@ -241,6 +241,9 @@ class External(Model):
     )
 
 
+# Pods do not receive them: a replica serves alike, whatever their number.
+_SCALE: Final = OPERATION | Traits(change="AnyTime", reader="Operator")
+
 ParserName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)]
 
 
@@ -282,11 +285,14 @@ class Generation(PodOptions):
         default=None, description="Settings of the Simulated engine."
     )
     sampling: Annotated[Sampling, IDENTITY] = Field(default_factory=Sampling, description="Sampling parameters.")
-    replicas: Annotated[int | None, OPERATION] = Field(
-        default=None, ge=1, le=1024, description="Engine replicas; absent: 1."
+    replicas: Annotated[int | None, _SCALE] = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Engine replicas; absent: 1. May change while the job runs, but not with backend KubeRay.",
     )
-    autoscaling: Annotated[Autoscaling | None, OPERATION] = Field(
-        default=None, description="Replicas that follow the load, instead of a fixed number."
+    autoscaling: Annotated[Autoscaling | None, _SCALE] = Field(
+        default=None, description="Replicas that follow the load, instead of a fixed number. May change as replicas."
     )
     gpus_per_replica: Annotated[float | None, OPERATION] = Field(
         default=None,

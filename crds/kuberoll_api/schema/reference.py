@@ -9,7 +9,7 @@ from typing import Any
 
 from kuberoll_api.schema.crd import schema
 from kuberoll_api.schema.lookup import in_words
-from kuberoll_api.schema.rules import ONLY_SUSPENDED, WORKERS_AT_ANY_TIME
+from kuberoll_api.schema.rules import AT_ANY_TIME, ONLY_SUSPENDED
 
 Schema = dict[str, Any]
 
@@ -33,8 +33,10 @@ kubectl patch rlj my-job --type=merge -p '{{"spec":{{"suspend":true}}}}'
 
 | field | may change |
 |---|---|
-| `suspend`, `activeDeadlineSeconds`, `startupDeadlineSeconds`, `ttlSecondsAfterFinished`, {workers} | at any time |
-| {suspended}, the rest of `workers` | while `suspend` is true: suspend, then change and resume, in one or two steps |
+| `suspend`, `activeDeadlineSeconds`, `startupDeadlineSeconds`, `ttlSecondsAfterFinished`, {at_any_time} \
+| at any time; those of `generation` not with backend KubeRay |
+| {suspended}, the rest of `generation` and `workers` \
+| while `suspend` is true: suspend, then change and resume, in one or two steps |
 | `managedBy` | never |
 
 A suspended job keeps every finished trajectory, and continues where it stopped when it is resumed. It stays the same
@@ -54,7 +56,9 @@ def page() -> str:
     root = schema()["properties"]
     parts = [
         _INTRODUCTION.format(
-            workers=", ".join(["`weights`", *(f"`workers.{name}`" for name in WORKERS_AT_ANY_TIME)]),
+            at_any_time=", ".join(
+                ["`weights`", *(f"`{part}.{name}`" for part, found in AT_ANY_TIME.items() for name in found)]
+            ),
             suspended=", ".join(f"`{name}`" for name in ONLY_SUSPENDED),
         )
     ]

@@ -29,18 +29,26 @@ from kuberoll_api.model.types import JOB_NAME_PATTERN, MAX_NAME_LENGTH, PVC_PATT
 from kuberoll_api.model.workers import Workers
 
 _SPEC: Final = {field.name: field for field in fields(RolloutJobSpec, Traits())}
-_WORKERS: Final = tuple(fields(Workers, _SPEC["workers"].traits))
+_PARTS: Final = {
+    name: tuple(fields(model, _SPEC[name].traits)) for name, model in (("generation", Generation), ("workers", Workers))
+}
+"""Fields of the parts of the spec that have some which can change while a job runs, and others which cannot."""
 
 ONLY_SUSPENDED: Final = tuple(
-    field.alias for field in _SPEC.values() if field.traits.change == "Suspended" and field.name != "workers"
+    field.alias for field in _SPEC.values() if field.traits.change == "Suspended" and field.name not in _PARTS
 )
 """Fields of the spec that cannot change while a job runs."""
 
-WORKERS_AT_ANY_TIME: Final = tuple(field.alias for field in _WORKERS if field.traits.change == "AnyTime")
-"""Fields of `workers` that can change while a job runs; all others are like ONLY_SUSPENDED."""
+AT_ANY_TIME: Final = {
+    part: tuple(field.alias for field in found if field.traits.change == "AnyTime") for part, found in _PARTS.items()
+}
+"""Fields of `generation` and `workers` that can change while a job runs; all others are like ONLY_SUSPENDED."""
 
 # Of the fields that cannot change, the list that has neither a default nor an item that is required.
 _MAY_BE_ABSENT: Final = ("services",)
+
+# Of the fields that have rules of their own, those with free keys.
+_FREE: Final = ("generation.engineArgs",)
 
 _SUSPEND_FIRST = "cannot change while the job runs; set suspend: true first, change it, then set suspend: false"
 
@@ -100,24 +108,33 @@ def _transition_rules() -> Iterator[CelRule]:
             same.append(f"(!has(self.services) || {_same_order('services', 'name')})")
         if name == "dataset":
             same.append(f"(!has(self.dataset.sources) || {_same_order('dataset.sources', 'name')})")
-        if name == "generation":
-            same += [f"(!has(self.{path}) || {_same_order(path, key)})" for path, key in _keyed("generation.")]
         yield CelRule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, name)
-    keyed = dict(_keyed("workers."))
-    for field in _WORKERS:
-        path = f"workers.{field.alias}"
-        if field.traits.change != "Suspended":
-            continue
-        same = [_same("workers.", field.alias)]
-        if path in keyed:
-            same.append(f"(!has(self.{path}) || {_same_order(path, keyed[path])})")
-        yield CelRule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, path)
+    for part, found in _PARTS.items():
+        keyed = dict(_keyed(f"{part}."))
+        for field in found:
+            path = f"{part}.{field.alias}"
+            if field.traits.change != "Suspended":
+                continue
+            same = [_same(f"{part}.", field.alias) if path not in _FREE else _same_free(part, field.alias)]
+            if path in keyed:
+                same.append(f"(!has(self.{path}) || {_same_order(path, keyed[path])})")
+            yield CelRule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, path)
 
 
 def _same(parent: str, name: str) -> str:
     """CEL for an unchanged field; comparing optionals would exceed the API server's cost limit."""
     new, old = f"self.{parent}{name}", f"oldSelf.{parent}{name}"
     return f"has({new}) == has({old}) && (!has({new}) || {new} == {old})"
+
+
+def _same_free(parent: str, name: str) -> str:
+    """CEL for an unchanged field whose values have no types.
+
+    CEL refuses to name such a field, although it compares it as a part of what it is in: dyn() leaves its type to the
+    evaluation. What has no type counts as endless where costs are estimated, and a list with one item as short.
+    """
+    new, old = f"dyn(self.{parent}).{name}", f"dyn(oldSelf.{parent}).{name}"
+    return f"has({new}) == has({old}) && (!has({new}) || [{new}] == [{old}])"
 
 
 def _same_order(path: str, key: str) -> str:
@@ -139,6 +156,16 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && self.metadata.name.matches('{JOB_NAME_PATTERN}')",
             f"metadata.name must be at most {MAX_NAME_LENGTH} lowercase letters, digits and dashes, beginning with a "
             "letter and ending with a letter or digit: the names of its pods and Services begin with it",
+        ),
+        # A rule of the whole object, because the status knows what Auto has become. KubeRay takes such a change of a
+        # RayService for none: it would neither change the number of pods nor the limits of Ray's autoscaler.
+        CelRule(
+            "oldSelf.spec.suspend || !has(self.status) || !has(self.status.generation) || "
+            "!has(self.status.generation.backend) || self.status.generation.backend != 'KubeRay' || "
+            f"({' && '.join(_same('spec.generation.', name) for name in AT_ANY_TIME['generation'])})",
+            "the number of replicas cannot change while the job runs with backend KubeRay, which does not pass it on "
+            "to a running cluster; set suspend: true first, change it, then set suspend: false",
+            "spec.generation",
         ),
     ),
     RolloutJobSpec.__name__: (

@@ -80,5 +80,9 @@ class Backend(Protocol):
     def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:
         """References to all objects that `engines` may return."""
 
-    def state(self, job: RolloutJob, observed: Observed) -> GenerationState:
-        """Observed state of generation."""
+    def state(self, job: RolloutJob, observed: Observed, *, paid_for: int | None = None) -> GenerationState:
+        """Observed state of generation.
+
+        Args:
+            paid_for: Engine pods that the job's quota is for; None for as many as are wanted.
+        """

@@ -49,7 +49,13 @@ class External:
     def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:  # noqa: ARG002
         return []
 
-    def state(self, job: RolloutJob, observed: Observed) -> GenerationState:  # noqa: ARG002
+    def state(
+        self,
+        job: RolloutJob,
+        observed: Observed,  # noqa: ARG002
+        *,
+        paid_for: int | None = None,  # noqa: ARG002
+    ) -> GenerationState:
         external = job.spec.generation.external
         others = f" and {len(external.urls)} more" if external and external.urls else ""
         message = f"{external.url.rstrip('/') if external else ''}{others}: managed externally"

@@ -95,7 +95,13 @@ class KubeRay:
     def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:
         return [Ref("ray.io/v1", "RayService", names.ray_service(job.metadata.name))]
 
-    def state(self, job: RolloutJob, observed: Observed) -> GenerationState:
+    def state(
+        self,
+        job: RolloutJob,
+        observed: Observed,
+        *,
+        paid_for: int | None = None,  # noqa: ARG002
+    ) -> GenerationState:
         live = observed.get("RayService", names.ray_service(job.metadata.name))
         pods = pods_of(observed.pods, names.GENERATION)
         status = (live.get("status") or {}) if live is not None and not _is_dying(live) else {}

@@ -8,6 +8,7 @@ from typing import Final
 
 from kuberoll_api.conditions import Reason
 from kuberoll_api.contract import GENERATION_PORT, fewest_replicas
+from kuberoll_api.model.generation import Autoscaling
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.backends import autoscaling
@@ -63,12 +64,13 @@ class Native:
 
     def engines(self, context: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:
         live = _live(context.job, observed)
-        spec = context.job.spec.generation
-        if spec.autoscaling is None:
-            return [_build(context, spec.replicas or 1, live)]
-        current = _asked_for(live) or fewest_replicas(spec.autoscaling)
+        assignment = context.assignments.get(names.GENERATION)
+        scale = _scale(context.job, None if assignment is None else assignment.count)
+        if isinstance(scale, int):
+            return [_build(context, scale, live)]
+        current = _asked_for(live) or fewest_replicas(scale)
         intent = autoscaling.read_intent(live) if live else None
-        decided = autoscaling.decide(spec.autoscaling, load_of(observed), current, intent, now)
+        decided = autoscaling.decide(scale, load_of(observed), current, intent, now)
         text = autoscaling.intent_annotation(decided.intent) if decided.intent else None
         return [annotated(_build(context, decided.replicas, live), {names.AUTOSCALING: text})]
 
@@ -88,12 +90,11 @@ class Native:
             Ref("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", names.leader_worker_set(name)),
         ]
 
-    def state(self, job: RolloutJob, observed: Observed) -> GenerationState:
-        spec = job.spec.generation
+    def state(self, job: RolloutJob, observed: Observed, *, paid_for: int | None = None) -> GenerationState:
         live = _live(job, observed)
-        desired = spec.replicas or 1
-        if spec.autoscaling is not None:
-            desired = _asked_for(live) or fewest_replicas(spec.autoscaling)
+        scale = _scale(job, paid_for)
+        desired = scale if isinstance(scale, int) else _asked_for(live) or fewest_replicas(scale)
+        load = "" if isinstance(scale, int) else autoscaling.describe(scale, load_of(observed))
         pods = pods_of(observed.pods, names.GENERATION)
         status = live.get("status", {}) if live else {}
         # Numbers of an older generation may count pods that are being deleted.
@@ -113,9 +114,8 @@ class Native:
             message=found.message if found else "",
             repeats=found is not None and found.repeats,
             refused=refusal(pods, "generation"),
-            released=not any(observed.get(item.kind, item.name) for item in self.engine_refs(job))
-            and not any_active(pods),
-            note=autoscaling.describe(spec.autoscaling, load_of(observed)) if spec.autoscaling else "",
+            released=not any(observed.get(item.kind, item.name) for item in self.engine_refs(job)) and not any_active(pods),
+            note="; ".join(filter(None, (load, _unpaid(job, scale)))),
         )
 
 
@@ -144,8 +144,35 @@ def _build(context: RenderContext, replicas: int, live: Object | None) -> Object
 
 def _most(job: RolloutJob) -> int:
     """Maximum number of replicas at the same time."""
+    return _highest(_scale(job, None))
+
+
+def _highest(scale: int | Autoscaling) -> int:
+    return scale if isinstance(scale, int) else scale.max_replicas
+
+
+def _scale(job: RolloutJob, paid_for: int | None) -> int | Autoscaling:
+    """Number of replicas, or what it follows; within a quota of this many pods."""
     spec = job.spec.generation
-    return spec.autoscaling.max_replicas if spec.autoscaling else spec.replicas or 1
+    most = None if paid_for is None else max(1, paid_for // _size(job))
+    if spec.autoscaling is None:
+        wanted = spec.replicas or 1
+        return wanted if most is None else min(wanted, most)
+    if most is None or spec.autoscaling.max_replicas <= most:
+        return spec.autoscaling
+    least = min(spec.autoscaling.min_replicas, most)
+    return spec.autoscaling.model_copy(update={"min_replicas": least, "max_replicas": most})
+
+
+def _unpaid(job: RolloutJob, scale: int | Autoscaling) -> str:
+    """What a job that wants more replicas than its quota is for waits for; empty if it does not."""
+    wanted, most = _most(job), _highest(scale)
+    if wanted <= most:
+        return ""
+    return (
+        f"{wanted} are wanted and the admitted quota is for {most}: the others wait for the next admission (suspend "
+        "and resume the job)"
+    )
 
 
 def load_of(observed: Observed) -> autoscaling.Load:
