@@ -40,7 +40,14 @@ async def serve(job: RolloutJob, address: str) -> None:
     async def info(_: web.Request) -> web.Response:
         return web.json_response(dataclasses.asdict(engine.info()))
 
+    count = 0
+
+    async def asked_so_far(_: web.Request) -> web.Response:
+        return web.Response(text=str(count))
+
     async def generate(request: web.Request) -> web.Response:
+        nonlocal count
+        count += 1
         asked = wire.decode_request(await request.read(), wire.MSGPACK)
         result = await engine.generate(asked)
         return web.Response(body=wire.encode_result(result, wire.MSGPACK), content_type=wire.MSGPACK)
@@ -49,6 +56,7 @@ async def serve(job: RolloutJob, address: str) -> None:
     for path in ("/-/healthz", "/healthz", "/livez"):
         app.router.add_get(path, health)
     app.router.add_get("/info", info)
+    app.router.add_get("/asked", asked_so_far)
     app.router.add_post("/v1/generate", generate)
     runner = web.AppRunner(app, shutdown_timeout=1.0)
     await runner.setup()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -26,6 +30,8 @@ from tests.cluster.jobs import (
 )
 from tests.cluster.kubelet import Kubelet
 from tests.cluster.operator_process import CRD, OperatorProcess, install
+from tests.cluster.pods import kind_of_pods
+from tests.cluster.services import is_ready
 
 # Where pods are containers, their images are built before, in fixtures.
 pytestmark = pytest.mark.timeout(300, func_only=True)
@@ -427,6 +433,76 @@ async def test_scale_changes_only_how_many_work_at_once(cluster: Cluster) -> Non
     assert found is not None
     assert found["spec"]["completions"] == 4
     check_complete(cluster, await cluster.job(complete))
+
+
+@asynccontextmanager
+async def named_engines(cluster: Cluster, file: Path) -> AsyncIterator[Object]:
+    """Options of workers that find the engines by a name whose addresses change, in processes, too."""
+
+    async def follow() -> None:
+        while True:
+            # Not from EndpointSlices, which take no addresses of this machine itself.
+            ready = [pod["status"]["podIP"] for pod in await engine_pods(cluster) if is_ready(pod)]
+            written = file.with_suffix(".new")
+            written.write_text("\n".join(ready))
+            written.replace(file)
+            await asyncio.sleep(0.1)
+
+    if kind_of_pods() == "containers":
+        yield {}
+        return
+    # Written so that a directory of the tests below /tmp is not taken for one of the pod's.
+    path = os.pathsep.join(f"/.{part}" for part in [Path(__file__).parent / "names", *sys.path] if str(part)[:1] == "/")
+    variables = {"KUBEROLL_TEST_NAMES": f"/.{file}", "PYTHONPATH": path}
+    following = asyncio.create_task(follow())
+    try:
+        yield {"env": [{"name": name, "value": value} for name, value in variables.items()]}
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_engines_are_scaled_up_and_down_in_mid_run(
+    cluster: Cluster, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """Turns are on both of two engines when one of them goes; none is lost, and none is there twice."""
+    cluster.operator()
+    whole = await _uninterrupted(cluster, expected)
+    # Few at a time: an engine takes a while to start, and something must be left when it goes.
+    few = {"shards": 1, "replicas": 1, "rollout": {"concurrency": 2}, "generation": {"routing": "LeastLoaded"}}
+    async with named_engines(cluster, tmp_path / "engines") as workers:
+        await cluster.create(rollout_job(cluster.namespace, seconds=1.0, workers=workers, **few))
+        await cluster.stored(0)
+        [first] = await engine_pods(cluster)
+        await cluster.patch({"generation": {"replicas": 2}})
+        scaled = await cluster.job(lambda item: item["status"].get("generation", {}).get("readyReplicas") == 2)
+        assert is_true(scaled, "GenerationReady")
+        there = {pod["metadata"]["name"]: pod for pod in await engine_pods(cluster)}
+        # The engine that ran goes on.
+        assert there.pop(first["metadata"]["name"])["metadata"]["uid"] == first["metadata"]["uid"]
+        [second] = there.values()
+        await used(cluster, second)
+        await cluster.patch({"generation": {"replicas": 1}})
+        await cluster.job(lambda item: item["status"].get("generation", {}).get("desiredReplicas") == 1)
+        assert len(stored_lines(cluster.output())) < 16, "it was over before an engine went"
+        check_complete(cluster, await cluster.job(complete))
+    assert contents(read_output(cluster.output())) == whole
+
+
+async def engine_pods(cluster: Cluster) -> list[Object]:
+    return await cluster.api.list("Pod", cluster.namespace, labels="app.kubernetes.io/component=generation")
+
+
+async def used(cluster: Cluster, pod: Object) -> None:
+    """Waits until an engine has been asked for a response."""
+    url = f"http://{pod['status']['podIP']}:8080/asked"
+    async with aiohttp.ClientSession() as http:
+        for _ in range(int(PATIENCE / 0.05)):
+            async with http.get(url) as answer:
+                if int(await answer.text()):
+                    return
+            await asyncio.sleep(0.05)
+    raise AssertionError(f"nobody asks the second engine\n{cluster.said()}")
 
 
 async def test_a_job_of_another_manager_is_left_alone(cluster: Cluster) -> None:
