@@ -246,6 +246,7 @@ def test_rights_are_exactly_these() -> None:
         ("", "services"): children,
         ("", "configmaps"): children,
         ("networking.k8s.io", "networkpolicies"): children,
+        ("policy", "poddisruptionbudgets"): children,
         ("ray.io", "rayservices"): children,
         ("leaderworkerset.x-k8s.io", "leaderworkersets"): children,
         ("extensions.agents.x-k8s.io", "sandboxclaims"): children,

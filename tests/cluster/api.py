@@ -29,6 +29,7 @@ _PLURALS = {
     "Node": "v1/nodes",
     "PersistentVolumeClaim": "v1/persistentvolumeclaims",
     "Pod": "v1/pods",
+    "PodDisruptionBudget": "policy/v1/poddisruptionbudgets",
     "ReplicaSet": "apps/v1/replicasets",
     "ResourceQuota": "v1/resourcequotas",
     "Role": "rbac.authorization.k8s.io/v1/roles",

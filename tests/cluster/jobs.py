@@ -16,7 +16,10 @@ TINY = MODELS / "tiny-policy"
 WORKER = name_of("worker")
 CLAIM = "store"
 ANSWERS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]
-CHILD_KINDS = ("ConfigMap", "Deployment", "Service", "Job", "NetworkPolicy", "Pod", "ReplicaSet", "Secret")
+CHILD_KINDS = (
+    *("ConfigMap", "Deployment", "Service", "Job", "NetworkPolicy", "Pod", "PodDisruptionBudget", "ReplicaSet"),
+    "Secret",
+)
 
 
 def light_engine() -> Object:

@@ -61,6 +61,8 @@ def deleted(found: Plan) -> list[str]:
     return [f"{item.kind}/{item.name.removeprefix('puzzle-')}" for item in found.delete]
 
 
+BUDGET = "PodDisruptionBudget/generation"
+
 STANDING = [
     "Secret/tokens",
     "ConfigMap/config",
@@ -98,9 +100,9 @@ def test_no_engine_is_asked_for_before_the_check_is_done() -> None:
     assert applied(decide(observed(check_job(active=1)), status)) == [*STANDING, "Job/check"]
     done = decide(observed(check_job(conditions=job_condition("Complete"))), status)
     # What its pod said is written down first.
-    assert (applied(done), deleted(done)) == ([*STANDING, "Deployment/generation"], [])
+    assert (applied(done), deleted(done)) == ([*STANDING, BUDGET, "Deployment/generation"], [])
     recorded = decide(observed(check_job(conditions=job_condition("Complete"))), {"conditions": [CHECKED]})
-    assert (applied(recorded), deleted(recorded)) == ([*STANDING, "Deployment/generation"], ["Job/check"])
+    assert (applied(recorded), deleted(recorded)) == ([*STANDING, BUDGET, "Deployment/generation"], ["Job/check"])
 
 
 def revisions(found: Plan) -> set[str | None]:
@@ -153,7 +155,7 @@ def test_a_resumed_job_is_checked_again() -> None:
 
 
 def test_a_job_of_an_older_operator_goes_on_unchecked() -> None:
-    assert applied(decide(observed(deployment(1)))) == [*STANDING, "Deployment/generation"]
+    assert applied(decide(observed(deployment(1)))) == [*STANDING, BUDGET, "Deployment/generation"]
 
 
 def test_somebody_elses_engine_needs_no_check() -> None:
@@ -161,6 +163,34 @@ def test_somebody_elses_engine_needs_no_check() -> None:
         "generation": {"backend": "External", "external": {"url": "http://policy:1/"}, "replicas": None}
     }
     assert "Job/check" not in applied(decide(observed(), **external))
+
+
+@pytest.mark.parametrize(
+    ("scale", "kept"),
+    [
+        ({"replicas": 2}, True),
+        ({"replicas": 1}, False),
+        ({"replicas": None, "autoscaling": {"maxReplicas": 2}}, True),
+        ({"replicas": None, "autoscaling": {"maxReplicas": 1}}, False),
+    ],
+    ids=str,
+)
+def test_a_drain_takes_one_engine_of_several_at_a_time(scale: dict[str, Any], kept: bool) -> None:
+    budget = child("PodDisruptionBudget", "puzzle-generation")
+    found = decide(observed(deployment(2), budget), generation=scale)
+    assert (BUDGET in applied(found), BUDGET in deleted(found)) == (kept, not kept)
+    assert BUDGET not in deleted(decide(observed(deployment(2)), generation=scale))
+    for item in found.apply:
+        if item["kind"] == "PodDisruptionBudget":
+            [engines] = [other for other in found.apply if other["kind"] == "Deployment"]
+            assert item["spec"]["selector"] == engines["spec"]["selector"]
+            assert item["spec"]["maxUnavailable"] == 1
+            assert item["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    # It goes with the engines, and holds up nothing.
+    assert deleted(decide(observed(deployment(2), budget), suspend=True)) == ["Deployment/generation", BUDGET]
+    assert is_true(
+        compute_status(compute_facts(job(suspend=True), raw(), observed(budget), SETTINGS, at(0))), "Suspended"
+    )
 
 
 def test_engines_are_scaled_while_they_run() -> None:
@@ -207,7 +237,11 @@ def test_replicas_that_span_pods_are_groups() -> None:
     assert applied(found)[-1] == "LeaderWorkerSet/replicas"
     assert found.apply[-1]["spec"]["replicas"] == 2
     assert found.apply[-1]["spec"]["leaderWorkerTemplate"]["size"] == 2
-    for service in [item for item in found.apply if item["metadata"]["name"].startswith("puzzle-generation")][1:]:
+    for service in [
+        item
+        for item in found.apply
+        if item["kind"] == "Service" and item["metadata"]["name"].startswith("puzzle-generation")
+    ]:
         assert service["spec"]["selector"][names.WORKER_INDEX_LABEL] == "0"
     # As many as have all their pods.
     groups = child("LeaderWorkerSet", "puzzle-replicas", status={"observedGeneration": 1, "readyReplicas": 1})
@@ -229,7 +263,7 @@ def test_without_groups_a_replica_is_within_a_pod() -> None:
 
 def test_workers_come_when_generation_is_ready() -> None:
     found = decide(observed(deployment(2)))
-    assert applied(found) == [*STANDING, "Deployment/generation", "Job/workers"]
+    assert applied(found) == [*STANDING, BUDGET, "Deployment/generation", "Job/workers"]
     assert found.apply[-1]["spec"]["suspend"] is False
 
 

@@ -22,7 +22,7 @@ from kuberoll_operator.transitions import transitions
 from tests.examples import examples
 from tests.operator import support
 from tests.operator.support import at, child, deployment, finish_job, observed, pod, raw, workers_job
-from tests.operator.test_plan import STANDING, Cluster, applied, deleted
+from tests.operator.test_plan import BUDGET, STANDING, Cluster, applied, deleted
 
 SETTINGS = support.SETTINGS.model_copy(update={"kueue": True})
 LABELS = {names.QUEUE_LABEL: "team"}
@@ -129,7 +129,7 @@ def test_an_admitted_job_runs_where_its_quota_is() -> None:
     quota = ClusterQuota(flavors={"spot": FLAVOR})
     facts = Observed(children=observed(ADMITTED, deployment(2)).children, quota=quota)
     found = decide(facts)
-    assert applied(found) == [*STANDING, "Deployment/generation", "Job/workers"]
+    assert applied(found) == [*STANDING, BUDGET, "Deployment/generation", "Job/workers"]
     for item in found.apply[-2:]:
         spec = item["spec"]["template"]["spec"]
         assert spec["nodeSelector"] == {"pool": "a100"}

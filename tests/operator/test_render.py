@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import SecretStr
 
@@ -21,9 +23,10 @@ from kuberoll_api.output_location import InvalidOutput, output_of
 from kuberoll_operator import names, render
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.commands.render import TOKEN, UID, children_of, to_yaml
-from kuberoll_operator.model import Object
+from kuberoll_operator.model import Object, Observed
 from kuberoll_operator.render import RenderContext, generation, seal, workers
 from kuberoll_operator.render.objects import annotation, has_other_shape, keep_shape
+from kuberoll_operator.render.small_requests import amount
 from kuberoll_operator.settings import MissingTokenKey, Settings
 from tests.operator import published_crds, support
 from tests.schemas import validate
@@ -367,6 +370,118 @@ def test_other_tokens_have_another_secret() -> None:
 def test_what_is_printed_without_a_cluster_is_no_token() -> None:
     [secret] = [child for child in children("native") if child["kind"] == "Secret"]
     assert set(secret["stringData"].values()) == {TOKEN}
+
+
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        ({}, None),
+        ({"requests": {"cpu": 32, "memory": "64Gi"}}, {"requests": {"cpu": "1", "memory": "1Gi"}}),
+        ({"requests": {"cpu": "250m", "memory": "512M"}}, {"requests": {"cpu": "250m", "memory": "512M"}}),
+        # A limit without a request is requested, and stays the limit.
+        (
+            {"limits": {"cpu": "32", "memory": "0.5Gi", "nvidia.com/gpu": "1"}},
+            {"limits": {"cpu": "32", "memory": "0.5Gi"}, "requests": {"cpu": "1", "memory": "0.5Gi"}},
+        ),
+        ({"requests": {"hugepages-2Mi": "1Gi", "example.org/device": 4}}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by", ["workers.resources", "workers.podTemplate"])
+def test_who_aggregates_requests_little(resources: Object, expected: Object | None, by: str) -> None:
+    container = {"name": "worker", "resources": resources}
+    template = {"podTemplate": {"spec": {"containers": [container]}}}
+    found = context(workers={"resources": resources} if by == "workers.resources" else template)
+    [finish] = render.build_finish_job(found)["spec"]["template"]["spec"]["containers"]
+    assert (finish.get("resources") or None) == (expected or None)
+    [worker] = render.build_workers_job(found, suspend=False)["spec"]["template"]["spec"]["containers"]
+    assert (worker.get("resources") or {}) == resources
+
+
+def test_what_is_no_quantity_is_left_to_the_api_server() -> None:
+    container = {"name": "worker", "resources": {"requests": {"cpu": "many"}}}
+    found = context(workers={"podTemplate": {"spec": {"containers": [container]}}})
+    [finish] = render.build_finish_job(found)["spec"]["template"]["spec"]["containers"]
+    assert finish["resources"] == {"requests": {"cpu": "many"}}
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["m", "", "k", "Ki", "M", "Mi", "G", "Gi"]))
+def test_quantities_are_ordered_as_kubernetes_orders_them(number: int, suffix: str) -> None:
+    scale = {"m": "0.001", "": "1", "k": "1e3", "Ki": "1024", "M": "1e6", "Mi": "1048576", "G": "1e9", "Gi": "1024Mi"}
+    assert amount(f"{number}{suffix}") == number * amount(scale[suffix])
+    assert amount(f"{number + 1}{suffix}") > amount(f"{number}{suffix}")
+
+
+HARD = {"whenUnsatisfiable": "DoNotSchedule"}
+
+
+def with_template(found: RenderContext, part: str, template: Object) -> RenderContext:
+    """The context with a podTemplate of `generation` or `workers`, in which null is a value."""
+    spec = found.job.spec
+    options = getattr(spec, part).model_copy(update={"pod_template": template})
+    job = found.job.model_copy(update={"spec": spec.model_copy(update={part: options})})
+    return dataclasses.replace(found, job=job)
+
+
+def engines_of(backend: str, template: Object | None = None, **generation: Any) -> list[Object]:
+    """Pod templates of engines, the last of one that answers."""
+    made = context(backend, generation=generation)
+    made = made if template is None else with_template(made, "generation", template)
+    found = BACKENDS[backend].engines(made, Observed(), support.START)
+    return [item for child in found for item in templates(child) if item["metadata"]["labels"].get("kuberoll.io/job")]
+
+
+@pytest.mark.parametrize("backend", ["Native", "KubeRay"])
+def test_a_lost_node_takes_as_few_pods_as_may_be(backend: str) -> None:
+    engine = engines_of(backend)[-1]
+    [wish] = engine["spec"]["topologySpreadConstraints"]
+    assert (wish["topologyKey"], wish["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    # Those that KubeRay or LeaderWorkerSet adds apart.
+    labels = wish["labelSelector"]["matchLabels"]
+    own = {key: value for key, value in labels.items() if key != "ray.io/group"}
+    assert own.items() <= engine["metadata"]["labels"].items()
+    # A user has the last word.
+    for change, expected in (
+        (None, None),
+        ([{"topologyKey": wish["topologyKey"], **HARD}], [{**wish, **HARD}]),
+    ):
+        mine = engines_of(backend, {"spec": {"topologySpreadConstraints": change}})[-1]
+        assert mine["spec"].get("topologySpreadConstraints") == expected
+
+
+def test_workers_are_apart_unless_they_must_be_together() -> None:
+    found = context()
+
+    def spec(made: RenderContext) -> Object:
+        return dict(render.build_workers_job(made, suspend=False)["spec"]["template"]["spec"])
+
+    [wish] = spec(found)["topologySpreadConstraints"]
+    assert wish["labelSelector"]["matchLabels"] == names.selector("puzzle", names.WORKERS)
+    assert wish["whenUnsatisfiable"] == "ScheduleAnyway"
+    together = spec(dataclasses.replace(found, together=True))
+    assert "topologySpreadConstraints" not in together
+    assert "podAffinity" in together["affinity"]
+    mine = with_template(found, "workers", {"spec": {"topologySpreadConstraints": None}})
+    assert "topologySpreadConstraints" not in spec(mine)
+
+
+@pytest.mark.parametrize("backend", ["Native", "KubeRay"])
+def test_autoscalers_of_nodes_leave_engines_where_they_are(backend: str) -> None:
+    evict, disrupt = "cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt"
+    for item in engines_of(backend):
+        assert item["metadata"]["annotations"] == {evict: "false", disrupt: "true"}
+    removed = {"metadata": {"annotations": {disrupt: None}}}
+    mine = engines_of(backend, removed, podAnnotations={evict: "true"})
+    assert mine[-1]["metadata"]["annotations"] == {evict: "true"}
+
+
+def test_what_workers_keep_on_their_node_does_not_hold_it() -> None:
+    for made in (render.build_workers_job(context(), suspend=False), render.build_finish_job(context())):
+        template = made["spec"]["template"]
+        value = template["metadata"]["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"]
+        local = [item["name"] for item in template["spec"]["volumes"] if "emptyDir" in item]
+        assert value.split(",") == local
+        assert "cluster-autoscaler.kubernetes.io/safe-to-evict" not in template["metadata"]["annotations"]
 
 
 def test_scaling_does_not_change_the_shape() -> None:

@@ -32,6 +32,7 @@ def test_all_children_are_printed_with_when_they_are_created() -> None:
         "Service",
         "Service",
         "Job",
+        "PodDisruptionBudget",
         "Deployment",
         "Job",
         "Job",

@@ -165,7 +165,7 @@ def test_servers_with_access_to_the_policy_have_a_token_of_their_own(backend: st
         }
         # Or the processes of the environment, which start with few variables, would not see them.
         assert set(told) == POLICY
-    engines = BACKENDS[backend].engines(found, observed(), at(0))
+    engines = BACKENDS[backend].engines(found, observed(), at(0))[-1:]
     workers = [render.build_workers_job(found, suspend=False), render.build_check_job(found)]
     for engine in engines:
         reference = variables_of(engine)["KUBEROLL_TOKEN_GENERATE_SERVERS"]["valueFrom"]["secretKeyRef"]
@@ -183,7 +183,7 @@ def test_servers_with_access_to_the_policy_have_a_token_of_their_own(backend: st
 def test_without_servers_that_use_the_policy_nobody_has_a_token_for_it() -> None:
     found = context(environments=[*REMOTE, {"name": "judge", "type": "judge"}])
     assert render.build_policy_access(found) == []
-    [engine] = BACKENDS["Native"].engines(found, observed(), at(0))
+    [*_, engine] = BACKENDS["Native"].engines(found, observed(), at(0))
     assert "KUBEROLL_TOKEN_GENERATE_SERVERS" not in variables_of(engine)
     assert not POLICY & set(variables_of(render.build_environment_deployments(found)[0]))
 

@@ -29,6 +29,7 @@ from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import (
     GROUPS_MUTABLE,
     MUTABLE,
+    build_generation_budget,
     build_generation_deployment,
     build_generation_groups,
     build_generation_services,
@@ -66,13 +67,14 @@ class Native:
         live = _live(context.job, observed)
         assignment = context.assignments.get(names.GENERATION)
         scale = _scale(context.job, None if assignment is None else assignment.count)
+        budget = [build_generation_budget(context)] if _most(context.job) > 1 else []
         if isinstance(scale, int):
-            return [_build(context, scale, live)]
+            return [*budget, _build(context, scale, live)]
         current = _asked_for(live) or fewest_replicas(scale)
         intent = autoscaling.read_intent(live) if live else None
         decided = autoscaling.decide(scale, load_of(observed), current, intent, now)
         text = autoscaling.intent_annotation(decided.intent) if decided.intent else None
-        return [annotated(_build(context, decided.replicas, live), {names.AUTOSCALING: text})]
+        return [*budget, annotated(_build(context, decided.replicas, live), {names.AUTOSCALING: text})]
 
     def pod_sets(self, context: RenderContext) -> Sequence[PodSet]:
         most = _most(context.job)
@@ -81,14 +83,11 @@ class Native:
         return [PodSet(names.GENERATION, most * _size(context.job), template)]
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:  # noqa: ARG002
-        return []
+        # A budget of one replica, after others went, means nothing.
+        return [] if _most(job) > 1 else [_budget_ref(job)]
 
     def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:
-        name = job.metadata.name
-        return [
-            Ref("apps/v1", "Deployment", names.generation(name)),
-            Ref("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", names.leader_worker_set(name)),
-        ]
+        return [*_owner_refs(job), _budget_ref(job)]
 
     def state(self, job: RolloutJob, observed: Observed, *, paid_for: int | None = None) -> GenerationState:
         live = _live(job, observed)
@@ -114,9 +113,22 @@ class Native:
             message=found.message if found else "",
             repeats=found is not None and found.repeats,
             refused=refusal(pods, "generation"),
-            released=not any(observed.get(item.kind, item.name) for item in self.engine_refs(job)) and not any_active(pods),
+            released=not any(observed.get(item.kind, item.name) for item in _owner_refs(job)) and not any_active(pods),
             note="; ".join(filter(None, (load, _unpaid(job, scale)))),
         )
+
+
+def _owner_refs(job: RolloutJob) -> Sequence[Ref]:
+    """References to what owns the pods."""
+    name = job.metadata.name
+    return [
+        Ref("apps/v1", "Deployment", names.generation(name)),
+        Ref("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", names.leader_worker_set(name)),
+    ]
+
+
+def _budget_ref(job: RolloutJob) -> Ref:
+    return Ref("policy/v1", "PodDisruptionBudget", names.generation(job.metadata.name))
 
 
 def _size(job: RolloutJob) -> int:

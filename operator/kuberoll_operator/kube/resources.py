@@ -54,6 +54,7 @@ CHILDREN: Final = (
     Resource("apps", "v1", "deployments", "Deployment"),
     Resource("batch", "v1", "jobs", "Job"),
     Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
+    Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
 )
 """Kinds of children in every cluster; all of them are watched."""
 

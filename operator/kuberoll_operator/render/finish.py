@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from kuberoll_operator import names
@@ -10,20 +11,25 @@ from kuberoll_operator.podtemplate import rename_container
 from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
-from kuberoll_operator.render.pods import container, data_volumes, pod_template
+from kuberoll_operator.render.pods import DRAINS, container, data_volumes, pod_template
 from kuberoll_operator.render.servers import environment_token_variables
+from kuberoll_operator.render.small_requests import small_resources
 from kuberoll_operator.render.workers import failure_policy
 
 MUTABLE: Final = frozenset({"suspend"})
+
+REQUESTS: Final = {"cpu": "1", "memory": "1Gi", "ephemeral-storage": "1Gi"}
+"""Largest requests: it reads the shards one after another, in one process."""
 
 GRACE_SECONDS: Final = 30
 RETRIES: Final = 3
 
 
 def build_finish_job(context: RenderContext, *, suspend: bool = False) -> Object:
-    """Job <job>-finish: one pod like a worker's, with the workers' options.
+    """Job <job>-finish: one pod like a worker's, with the workers' options and small requests.
 
-    Fields of container "worker" in `workers.podTemplate` apply to container "finish", too.
+    Fields of container "worker" in `workers.podTemplate` apply to container "finish", too, except the requests. It has
+    the workers' limits, because a run's report may need more than is requested for it.
     """
     spec = context.job.spec.workers
     volumes = data_volumes(context)
@@ -51,8 +57,12 @@ def build_finish_job(context: RenderContext, *, suspend: bool = False) -> Object
         grace_seconds=GRACE_SECONDS,
         restart_policy="Never",
         over=over,
+        annotations=DRAINS,
         pod_set=names.WORKERS,
     )
+    for item in template["spec"]["containers"]:
+        if item["name"] == "finish" and isinstance(item.get("resources"), Mapping):
+            item["resources"] = small_resources(item["resources"], REQUESTS)
     child = context.child("batch/v1", "Job", names.finish(context.name), names.FINISH)
     child["spec"] = {
         "backoffLimit": RETRIES,

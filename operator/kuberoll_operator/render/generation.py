@@ -14,7 +14,15 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.render.access import access_token_variables
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
-from kuberoll_operator.render.pods import POD_IP, STATE_VARIABLES, container, engine_volumes, pod_template
+from kuberoll_operator.render.pods import (
+    POD_IP,
+    STATE_VARIABLES,
+    STAYS,
+    container,
+    engine_volumes,
+    pod_template,
+    spread,
+)
 from kuberoll_operator.render.policy_access import servers_token_variables
 from kuberoll_operator.render.tokens import token_variables
 
@@ -48,7 +56,7 @@ def build_generation_deployment(context: RenderContext, *, replicas: int) -> Obj
         "revisionHistoryLimit": 0,
         "selector": {"matchLabels": names.selector(context.name, names.GENERATION)},
         "strategy": STRATEGY,
-        "template": _template(context),
+        "template": _template(context, apart={}),
     }
     return shaped(child, MUTABLE)
 
@@ -66,10 +74,11 @@ def build_generation_groups(context: RenderContext, *, replicas: int, size: int)
     child = context.child("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, names.GENERATION)
     child["spec"] = {
         "leaderWorkerTemplate": {
-            "leaderTemplate": _template(context),
+            "leaderTemplate": _template(context, apart={names.WORKER_INDEX_LABEL: "0"}),
             "restartPolicy": "RecreateGroupOnPodRestart",
             "size": size,
-            "workerTemplate": _template(context, answers=False),
+            # The pods of a group talk all the time: they are not spread.
+            "workerTemplate": _template(context, answers=False, apart=None),
         },
         "replicas": replicas,
         "rolloutStrategy": {
@@ -81,10 +90,29 @@ def build_generation_groups(context: RenderContext, *, replicas: int, size: int)
     return shaped(child, GROUPS_MUTABLE)
 
 
-def _template(context: RenderContext, *, answers: bool = True) -> Object:
+def build_generation_budget(context: RenderContext) -> Object:
+    """PodDisruptionBudget <job>-generation: a drain takes one replica at a time.
+
+    It counts the pods that Deployments and StatefulSets want, as they have a scale: of groups all pods, since a group
+    ends with any of them. It would have nothing to count for pods of a RayCluster or a Job, and would forbid to evict
+    any of them: workers need none, because they drain and are replaced.
+    """
+    child = context.child("policy/v1", "PodDisruptionBudget", names.generation(context.name), names.GENERATION)
+    child["spec"] = {
+        "maxUnavailable": 1,
+        "selector": {"matchLabels": names.selector(context.name, names.GENERATION)},
+        # An engine that is not ready serves nobody: it must not keep a node from being drained.
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
+    return child
+
+
+def _template(context: RenderContext, *, apart: Mapping[str, str] | None, answers: bool = True) -> Object:
     """Template of generation pods.
 
     Args:
+        apart: Labels, besides those of all generation pods, of those that are on other nodes if possible; None: it does
+            not matter. The same for one replica, so that its template stays when others come.
         answers: True if the pod serves its replica; False if another pod of the group does.
     """
     spec = context.job.spec
@@ -134,6 +162,8 @@ def _template(context: RenderContext, *, answers: bool = True) -> Object:
         grace_seconds=GRACE_SECONDS,
         restart_policy="Always",
         over=options.pod_template,
+        annotations=STAYS,
+        apart=[] if apart is None else spread({**names.selector(context.name, names.GENERATION), **apart}),
     )
 
 

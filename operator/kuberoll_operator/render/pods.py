@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from kuberoll_api.contract import DATASET_DIRECTORY
@@ -26,6 +27,45 @@ STATE_VARIABLES: Final[tuple[Mapping[str, Any], ...]] = (
     {"name": "HOME", "value": STATE_DIRECTORY},
 )
 """Variables by which a program writes its caches into its state directory."""
+
+
+LOCAL_VOLUMES: Final = ("state", "tmp")
+"""Volumes of all pods on their node's disk; nothing in them is needed after the pod."""
+
+# Who removes nodes to save money is told what a pod's move costs.
+#
+# An engine reads a model for minutes, with its GPUs idle and its share of the run waiting: neither autoscaler takes it
+# away to save a node. Draining a node by hand, expiring and repairing it still do.
+STAYS: Final[Mapping[str, str]] = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
+"""Annotations of pods whose start costs much: of engines and services."""
+
+# A worker loses no more than what it cannot finish in its grace period. Cluster Autoscaler empties a node that has been
+# little used for minutes, and would keep it for a volume on its disk, in which a worker keeps nothing. Karpenter would
+# also move workers, again and again, to nodes that are a little cheaper.
+DRAINS: Final[Mapping[str, str]] = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes": ",".join(LOCAL_VOLUMES),
+    "karpenter.sh/do-not-disrupt": "true",
+}
+"""Annotations of pods that finish what they have in hand: of workers, the check and the aggregation."""
+
+
+def spread(selector: Mapping[str, str]) -> list[Object]:
+    """Topology spread constraints by which the loss of a node takes as few of these pods as may be.
+
+    They are wishes, because a pod that runs beside another is better than one that waits. Nothing tells versions of a
+    template apart (`matchLabelKeys`): engines that run keep theirs.
+    """
+    return [
+        {
+            "labelSelector": {"matchLabels": dict(selector)},
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+        }
+    ]
 
 
 class Volumes:
@@ -140,12 +180,18 @@ def pod_template(
     restart_policy: str,
     over: Mapping[str, Any] | None,
     labels: Mapping[str, str] | None = None,
+    annotations: Mapping[str, str] = MappingProxyType({}),
+    apart: Sequence[Object] = (),
+    affinity: Mapping[str, Any] | None = None,
     pod_set: str | None = None,
 ) -> Object:
     """A pod template; the labels by which the job's pods are found override all others.
 
     Args:
         labels: These labels; None for the usual ones.
+        annotations: Annotations; those of the job take precedence.
+        apart: Topology spread constraints.
+        affinity: Affinity; None for none.
         over: The user's template, merged last.
         pod_set: Pod set whose quota the pods use; None for the one named after the component.
     """
@@ -166,18 +212,20 @@ def pod_template(
         "volumes": merge_named(volumes.volumes, _plain(options.volumes), "name", replace=True),
     }
     optional = {
+        "affinity": affinity,
         "imagePullSecrets": _plain(options.image_pull_secrets),
         "nodeSelector": dict(options.node_selector),
         "priorityClassName": options.priority_class_name,
         "runtimeClassName": options.runtime_class_name,
         "serviceAccountName": options.service_account_name,
         "tolerations": _plain(options.tolerations),
+        "topologySpreadConstraints": _plain(apart),
     }
     spec |= {key: value for key, value in optional.items() if value}
     own = dict(names.labels(context.name, component) if labels is None else labels)
     metadata: Object = {"labels": {**options.pod_labels, **own}}
-    if options.pod_annotations:
-        metadata["annotations"] = dict(options.pod_annotations)
+    if given := {**annotations, **options.pod_annotations}:
+        metadata["annotations"] = given
     template = merge({"metadata": metadata, "spec": spec}, over or {})
     return _assigned(merge(template, {"metadata": {"labels": own}}), context.assignments.get(pod_set or component))
 

@@ -30,11 +30,13 @@ from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import GRACE_SECONDS
 from kuberoll_operator.render.objects import annotated, annotation, digest
-from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY, Volumes, container, pod_template
+from kuberoll_operator.render.pods import STAYS, TEMPORARY_DIRECTORY, Volumes, container, pod_template, spread
 from kuberoll_operator.render.policy_access import servers_token_variables
 from kuberoll_operator.render.tokens import token_variables
 
 GROUP: Final = "engines"
+GROUP_LABEL: Final = "ray.io/group"
+"""KubeRay's label on a pod: the group that it belongs to."""
 
 INITIALIZING_TIMEOUT: Final = "ray.io/initializing-timeout"
 """KubeRay's annotation: a RayService that is not ready after this time never becomes ready."""
@@ -220,6 +222,8 @@ def _engines(context: RenderContext, placement: Placement) -> Object:
         grace_seconds=GRACE_SECONDS,
         restart_policy="Always",
         over=options.pod_template,
+        annotations=STAYS,
+        apart=spread({**names.selector(context.name, names.GENERATION), GROUP_LABEL: GROUP}),
         labels=_labels(context),
     )
 
@@ -267,6 +271,7 @@ def _head(context: RenderContext, *, service_account: bool) -> Object:
         grace_seconds=GRACE_SECONDS,
         restart_policy="Always",
         over={"spec": {"automountServiceAccountToken": True}} if service_account else None,
+        annotations=STAYS,
         labels=_labels(context),
         pod_set=names.HEAD,
     )

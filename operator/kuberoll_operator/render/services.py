@@ -12,7 +12,15 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import GRACE_SECONDS, MUTABLE, PROBE_SECONDS, STRATEGY
 from kuberoll_operator.render.objects import shaped
-from kuberoll_operator.render.pods import POD_IP, STATE_VARIABLES, container, engine_volumes, pod_template
+from kuberoll_operator.render.pods import (
+    POD_IP,
+    STATE_VARIABLES,
+    STAYS,
+    container,
+    engine_volumes,
+    pod_template,
+    spread,
+)
 from kuberoll_operator.render.service_tokens import key_variable
 from kuberoll_operator.render.workload import PodSet
 
@@ -100,6 +108,8 @@ def _template(context: RenderContext, number: int, service: ModelService) -> Obj
         grace_seconds=GRACE_SECONDS,
         restart_policy="Always",
         over=options.pod_template,
+        annotations=STAYS,
+        apart=spread(names.service_selector(context.name, service.name)),
         labels={**names.labels(context.name, names.SERVICE), names.SERVICE_LABEL: service.name},
         pod_set=service_pod_set(number),
     )

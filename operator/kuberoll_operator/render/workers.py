@@ -8,11 +8,18 @@ from typing import Any, Final
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
-from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.render.access import direct_token_variables
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
-from kuberoll_operator.render.pods import POD_IP, STATE_VARIABLES, container, data_volumes, pod_template
+from kuberoll_operator.render.pods import (
+    DRAINS,
+    POD_IP,
+    STATE_VARIABLES,
+    container,
+    data_volumes,
+    pod_template,
+    spread,
+)
 from kuberoll_operator.render.servers import environment_token_variables
 from kuberoll_operator.render.service_tokens import service_variables
 from kuberoll_operator.render.tokens import token_variables
@@ -50,7 +57,8 @@ def worker_template(context: RenderContext, component: str, *, arguments: Sequen
         read_only=True,
         ports=[{"name": "metrics", "containerPort": contract.PROGRESS_PORT}],
     )
-    affinity = _together(context) if context.together and component == names.WORKERS else {}
+    together = context.together and component == names.WORKERS
+    apart = [] if together or component != names.WORKERS else spread(names.selector(context.name, names.WORKERS))
     return pod_template(
         context,
         spec,
@@ -59,18 +67,21 @@ def worker_template(context: RenderContext, component: str, *, arguments: Sequen
         volumes=volumes,
         grace_seconds=GRACE_SECONDS,
         restart_policy="Never",
-        over=merge(affinity, spec.pod_template or {}),
+        over=spec.pod_template,
+        affinity=_together(context) if together else None,
+        annotations=DRAINS,
+        apart=apart,
         pod_set=names.WORKERS,
     )
 
 
 def _together(context: RenderContext) -> Object:
-    """Part of a pod template that keeps a job's workers on one node; the first of them chooses it."""
+    """Affinity that keeps a job's workers on one node; the first of them chooses it."""
     term = {
         "labelSelector": {"matchLabels": names.selector(context.name, names.WORKERS)},
         "topologyKey": "kubernetes.io/hostname",
     }
-    return {"spec": {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}}
+    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
 def build_workers_job(context: RenderContext, *, suspend: bool) -> Object:
