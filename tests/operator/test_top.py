@@ -114,6 +114,29 @@ async def test_workers_are_asked_through_the_api_server(tmp_path: Path) -> None:
     assert jobs.notes == ["1 of 2 workers do not answer through the API server"]
 
 
+async def test_jobs_whose_workers_the_api_server_does_not_reach_are_named(tmp_path: Path) -> None:
+    """As where NetworkPolicies are enforced: the API server is no pod that they let in."""
+    emulator = Emulator()
+    emulator.put(job(0, turns=10, generatedTokens=100))
+    emulator.put(worker("behind", 0))
+    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+        for namespace, told in ((NAMESPACE, "puzzle"), (None, f"{NAMESPACE}/puzzle")):
+            emulator.put(job(0, turns=10, generatedTokens=100))
+            jobs = JobSampler(connection, namespace)
+            (first,) = await jobs.sample()
+            assert first.turns_per_second is None
+            assert jobs.by_status == [(NAMESPACE, "puzzle")]
+            emulator.put(job(10, turns=60, generatedTokens=1100))
+            (row,) = await jobs.sample()
+            assert (row.turns_per_second, row.tokens_per_second, row.in_flight) == (5.0, 100.0, None)
+            assert jobs.notes[0] == "1 of 1 workers do not answer through the API server"
+            assert jobs.notes[1].startswith(f"rates of {told} come from the status")
+    emulator.put(job(20, "Finishing"))
+    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+        await (done := JobSampler(connection, None)).sample()
+        assert (done.by_status, done.notes) == ([], [])
+
+
 @pytest.mark.parametrize("what", ["proxy", "pods"])
 async def test_without_the_right_the_status_is_shown_and_the_right_is_named(what: str, tmp_path: Path) -> None:
     emulator = Emulator()

@@ -29,8 +29,8 @@ def top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: float) 
     """Show the RolloutJobs of a namespace and their throughput.
 
     Turns, tokens and trajectories in flight are read from the workers through the API server. If that is not possible,
-    rates come from the status, which is updated less often. Progress, reward, failures and the remaining time always
-    come from the status, and so do the reasons for which jobs wait, below the table.
+    rates come from the status, which is updated less often; a note says for which jobs. Progress, reward, failures and
+    the remaining time always come from the status, and so do the reasons for which jobs wait, below the table.
     """
     run(_top(cluster, everywhere, once or not sys.stdout.isatty(), interval))
 
@@ -39,7 +39,7 @@ async def _top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: 
     from rich.console import Console
     from rich.live import Live
 
-    from kuberoll_operator.console.job_sampler import JobSampler
+    from kuberoll_operator.console.job_sampler import STATUS_SECONDS, JobSampler
     from kuberoll_operator.kube.errors import TooMany, Unavailable
 
     namespace = None if everywhere else cluster.resolved_namespace()
@@ -54,6 +54,10 @@ async def _top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: 
                 # Rates need two samples.
                 await asyncio.sleep(interval)
                 rows = await jobs.sample()
+                deadline = asyncio.get_running_loop().time() + STATUS_SECONDS
+                while _lacks_rates(rows, jobs.by_status) and asyncio.get_running_loop().time() < deadline:
+                    await asyncio.sleep(interval)
+                    rows = await jobs.sample()
             console.print(page(rows, jobs.notes, namespace))
             return 0
         with Live(page(rows, jobs.notes, namespace), console=console, auto_refresh=False, screen=True) as live:
@@ -64,6 +68,11 @@ async def _top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: 
                 except (TooMany, Unavailable) as error:
                     notes = [f"the API server does not answer: {error.message}"]
                 live.update(page(rows, notes, namespace), refresh=True)
+
+
+def _lacks_rates(rows: Sequence[JobRow], by_status: Sequence[tuple[str, str]]) -> bool:
+    """True if a job that is read from its status has no rate yet: its progress was not written anew."""
+    return any(row.turns_per_second is None for row in rows if (row.namespace, row.name) in by_status)
 
 
 def page(rows: Sequence[JobRow], notes: Sequence[str], namespace: str | None) -> RenderableType:

@@ -21,7 +21,12 @@ from kuberoll_operator.model import Object
 ANSWER_SECONDS: Final = 3.0
 CONCURRENCY: Final = 32
 
-_BY_STATUS: Final = "rates come from the status, which is updated about every 15 s"
+STATUS_SECONDS: Final = 20.0
+"""Seconds in which the operator writes the progress of a job that runs again."""
+
+_EVERY: Final = "come from the status, which is updated about every 15 s"
+_BY_STATUS: Final = f"rates {_EVERY}"
+_JOBS_NAMED: Final = 5
 
 _Key = tuple[str, str]
 
@@ -34,6 +39,7 @@ class JobSampler:
 
     Attributes:
         notes: Why some numbers of the last sample are missing or old, for the user.
+        by_status: Running jobs of the last sample whose workers do not answer: their rates come from the status.
     """
 
     def __init__(self, connection: Connection, namespace: str | None) -> None:
@@ -43,23 +49,35 @@ class JobSampler:
         self._room = asyncio.Semaphore(CONCURRENCY)
         self._refused: str | None = None
         self.notes: list[str] = []
+        self.by_status: list[_Key] = []
 
     async def sample(self) -> list[JobRow]:
         """The jobs now, with rates since the last call."""
         client = self._connection.client
         jobs = [job async for job in client.items(ROLLOUT_JOBS, self._namespace)]
-        counts, asked = await self._counts([job for job in jobs if (job.get("status") or {}).get("phase") == "Running"])
+        running = [job for job in jobs if (job.get("status") or {}).get("phase") == "Running"]
+        counts, asked = await self._counts(running)
+        self.by_status = sorted(_key(job) for job in running if _key(job) not in counts)
         rows, looks = [], {}
         for job in sorted(jobs, key=_key):
             look = JobSample(job, time.monotonic(), counts.get(_key(job), {}))
             looks[_key(job)] = look
             rows.append(row_of(look, self._before_of(look)))
         self._before = looks
-        answered = sum(map(len, counts.values()))
-        self.notes = [self._refused] if self._refused else []
-        if not self._refused and answered < asked:
-            self.notes.append(f"{asked - answered} of {asked} workers do not answer through the API server")
+        self.notes = [self._refused] if self._refused else self._silent(asked - sum(map(len, counts.values())), asked)
         return rows
+
+    def _silent(self, silent: int, asked: int) -> list[str]:
+        """Notes about workers that do not answer, and the jobs that are therefore read otherwise."""
+        if not silent:
+            return []
+        found = [f"{silent} of {asked} workers do not answer through the API server"]
+        if self.by_status:
+            told = [name if self._namespace else f"{namespace}/{name}" for namespace, name in self.by_status]
+            more = f" and {len(told) - _JOBS_NAMED} more" if len(told) > _JOBS_NAMED else ""
+            # An API server is no pod: where NetworkPolicies are enforced, that of the workers does not let it in.
+            found.append(f"rates of {', '.join(told[:_JOBS_NAMED])}{more} {_EVERY}; a NetworkPolicy may be the reason")
+        return found
 
     def _before_of(self, look: JobSample) -> JobSample | None:
         """The sample to compare with: the last one, or for rates from the status the last with other numbers."""
