@@ -45,6 +45,32 @@ ENVIRONMENT_PORT: Final = 8700
 SERVICE_PORT: Final = 8000
 """Port of a pod of a service: vLLM's OpenAI-compatible server."""
 
+MODEL_CACHE_CONTAINER: Final = "model-cache"
+"""Name of the init container that fetches an engine's model into the cache."""
+
+MODEL_CACHE_DIRECTORY: Final = "/var/lib/kuberoll-models"
+"""Where pods of engines mount the cache of models: engines read-only."""
+
+CACHED_MODELS_VARIABLE: Final = "KUBEROLL_CACHED_MODELS"
+"""Variable of engines with the path of a `CachedModels`."""
+
+GIVEN_PREFIX: Final = "KUBEROLL_GIVEN_"
+"""Prefix of variables from a job's `envFrom` in that container, of which it takes `MODEL_VARIABLES` alone."""
+
+MODEL_VARIABLES: Final = frozenset(
+    {
+        "AWS_ACCESS_KEY_ID", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION",
+        "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_ENDPOINT", "HF_HUB_DISABLE_XET", "HF_HUB_DOWNLOAD_TIMEOUT",
+        "HF_HUB_OFFLINE", "HF_TOKEN", "HTTPS_PROXY", "HUGGING_FACE_HUB_TOKEN", "NO_PROXY", "STORAGE_EMULATOR_HOST",
+        "https_proxy", "no_proxy",
+    }
+)  # fmt: skip
+"""Variables of a job that reach the container which writes to the cache.
+
+No others do: it may be shared with jobs of other people, and some would have Python run a job's code, or have it trust
+another server than the one that it asks.
+"""
+
 ENVIRONMENT_TOKEN: Final = "KUBEROLL_ENVIRONMENT_TOKEN"
 """Variable of such a pod, with the bearer token that its requests need."""
 
@@ -170,6 +196,30 @@ class EnvironmentPodConfig:
     readable_paths: list[str] = field(default_factory=list)
     writable_paths: list[str] = field(default_factory=list)
     token_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedModel:
+    """A model that the cache has.
+
+    Attributes:
+        source: As the job names it.
+        path: Directory of its files, where engines see it.
+        held: File that a process keeps locked, for reading, as long as it may read the model again.
+        tokenizer: True if only the tokenizer's files are there.
+    """
+
+    source: str
+    path: str
+    held: str
+    tokenizer: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedModels:
+    """Content of the file that tells an engine where the cache has its models."""
+
+    models: list[CachedModel] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

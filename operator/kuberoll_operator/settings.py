@@ -9,7 +9,17 @@ from ipaddress import ip_network
 from types import NoneType
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from kuberoll_api.output_location import InvalidOutput, output_of
 
@@ -30,6 +40,16 @@ def _output_root(uri: str) -> str:
     except InvalidOutput as error:
         raise ValueError(str(error).removeprefix("spec.output.uri: ")) from error
     return uri
+
+
+def _bytes(quantity: Any) -> int | None:
+    from kubernetes.utils.quantity import parse_quantity
+
+    if quantity is None:
+        return None
+    if (found := int(parse_quantity(quantity))) < 1:  # type: ignore[no-untyped-call]
+        raise ValueError("must be at least one byte")
+    return found
 
 
 class InvalidSettings(ValueError):
@@ -71,6 +91,25 @@ class Settings(BaseModel):
         default=None,
         description="Root of the output of jobs that name none, which write to ROOT/NAMESPACE/NAME: s3://bucket/path "
         "or pvc://CLAIM[/path], a claim of the job's namespace; absent: such jobs are rejected.",
+    )
+    model_cache_host_path: Annotated[str, StringConstraints(pattern=r"^/.+[^/]$")] | None = Field(
+        default=None,
+        description="Directory of every node in which engines' models are kept, for the next replica and the next job; "
+        "absent: no such directory.",
+    )
+    model_cache_claim: str | None = Field(
+        default=None,
+        description="ReadWriteMany claim of the job's namespace, instead of that directory; absent: none.",
+    )
+    model_cache_size: Annotated[int, BeforeValidator(_bytes)] | None = Field(
+        default=None,
+        description="Size of all models in it, a Kubernetes quantity; absent: as much as there is room for.",
+    )
+    model_cache_across_namespaces: bool = Field(
+        default=False, description="Whether jobs of all namespaces share the models of a node."
+    )
+    model_cache_digests: bool = Field(
+        default=False, description="Whether models are read for their digests before each start of an engine."
     )
     egress_ports: tuple[Port, ...] = Field(
         default=(443,),
@@ -156,6 +195,12 @@ class Settings(BaseModel):
     http_port: Port = Field(default=8080, description="Port of /healthz, /readyz and /metrics.")
     log_level: str = Field(default="info", description="debug, info, warning or error.")
 
+    @model_validator(mode="after")
+    def _one_model_cache(self) -> Self:
+        if self.model_cache_host_path is not None and self.model_cache_claim is not None:
+            raise ValueError("model_cache_host_path and model_cache_claim: set one of them")
+        return self
+
     def token_of(self, uid: str, scope: str) -> str:
         """The bearer token of a scope, for the policy of the job with this uid.
 
@@ -203,6 +248,9 @@ class Settings(BaseModel):
 
 def _mistakes(error: ValidationError, overrides: Mapping[str, Any]) -> Iterator[str]:
     for item in error.errors(include_url=False):
+        if not item["loc"]:
+            yield str(item["msg"]).removeprefix("Value error, ")
+            continue
         name, *path = map(str, item["loc"])
         shown = name if name in overrides else f"environment variable {ENVIRONMENT_PREFIX}{name.upper()}"
         found = "" if name == "token_key" else f", found {item['input']!r}"

@@ -43,11 +43,20 @@ GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 
 
+def settings_of(case: str) -> Settings:
+    """The operator's settings of a case: those of all, with what its settings.json says."""
+    path = GOLDEN / case / "settings.json"
+    if not path.exists():
+        return support.SETTINGS
+    given = {name: getattr(support.SETTINGS, name) for name in support.SETTINGS.model_fields_set}
+    return Settings.model_validate({**given, **json.loads(path.read_bytes())})
+
+
 def rendered(case: str) -> dict[str, str]:
     """The children of a case, by file name, each with the comment that says when it is created."""
     job = load_job(GOLDEN / case / "input.yaml")
     found = {}
-    for when, child in children_of(job, str(job.metadata.namespace), support.SETTINGS):
+    for when, child in children_of(job, str(job.metadata.namespace), settings_of(case)):
         suffix = child["metadata"]["name"].removeprefix(f"{job.metadata.name}-")
         found[f"{child['kind'].lower()}-{suffix}.yaml"] = f"# {when}\n{to_yaml(child)}"
     return found
@@ -55,7 +64,7 @@ def rendered(case: str) -> dict[str, str]:
 
 def children(case: str) -> list[Object]:
     job = load_job(GOLDEN / case / "input.yaml")
-    return [child for _, child in children_of(job, str(job.metadata.namespace), support.SETTINGS)]
+    return [child for _, child in children_of(job, str(job.metadata.namespace), settings_of(case))]
 
 
 def context(backend: str = "Native", **spec: Any) -> RenderContext:

@@ -41,6 +41,10 @@ class ModelFiles(Model):
     revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
         default=None, description="Branch, tag or commit of a hub model."
     )
+    cache: Annotated[bool, POD] = Field(
+        default=True,
+        description="Take it from the cluster's model cache, if there is one; false: each engine fetches it itself.",
+    )
 
 
 class ModelSource(ModelFiles):

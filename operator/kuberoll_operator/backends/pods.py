@@ -155,7 +155,7 @@ def any_active(pods: Iterable[Object]) -> bool:
 
 def last_exit(pod: Mapping[str, Any], container: str) -> ContainerExit | None:
     """Last exit of a pod's container; None if it has never exited."""
-    for status in pod.get("status", {}).get("containerStatuses") or ():
+    for status in _statuses(pod):
         if status.get("name") != container:
             continue
         for state in (status.get("state"), status.get("lastState")):
@@ -247,8 +247,10 @@ def missing_secrets(pods: Iterable[Object]) -> set[str]:
 def refusal(pods: Sequence[Object], container: str) -> str | None:
     """Message of a container that exited because it can never run; None if there is none."""
     for pod in pods:
-        if (last := last_exit(pod, container)) is not None and last.exit_code == contract.EXIT_REFUSED:
-            return redact(last.message) or f"pod {last.pod}: exit code {contract.EXIT_REFUSED}, without a message"
+        # Before an engine's container, the one that fetches its model.
+        for name in (contract.MODEL_CACHE_CONTAINER, container):
+            if (last := last_exit(pod, name)) is not None and last.exit_code == contract.EXIT_REFUSED:
+                return redact(last.message) or f"pod {last.pod}: exit code {contract.EXIT_REFUSED}, without a message"
     return None
 
 

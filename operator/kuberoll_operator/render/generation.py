@@ -13,6 +13,7 @@ from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.access import access_token_variables
 from kuberoll_operator.render.context import RenderContext
+from kuberoll_operator.render.model_cache import with_model_cache
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import (
     POD_IP,
@@ -153,7 +154,7 @@ def _template(context: RenderContext, *, apart: Mapping[str, str] | None, answer
         ],
         **probes,
     )
-    return pod_template(
+    template = pod_template(
         context,
         options,
         component=names.GENERATION,
@@ -165,6 +166,8 @@ def _template(context: RenderContext, *, apart: Mapping[str, str] | None, answer
         annotations=STAYS,
         apart=[] if apart is None else spread({**names.selector(context.name, names.GENERATION), **apart}),
     )
+    model = None if spec.generation.engine == "Simulated" else spec.generation.model
+    return with_model_cache(context, template, model, spec.generation.engine_args, container="generation")
 
 
 def build_generation_services(context: RenderContext, *, leaders: bool = False) -> list[Object]:

@@ -153,15 +153,15 @@ def container(
         "name": name,
         "image": options.image or image,
         **({"command": ["python", "-m", module, "--config", config, *arguments]} if module else {}),
-        "env": merge_named(env, _plain(options.env), "name", replace=True),
-        "volumeMounts": merge_named(volumes.mounts, _plain(options.volume_mounts), "mountPath", replace=True),
+        "env": merge_named(env, plain(options.env), "name", replace=True),
+        "volumeMounts": merge_named(volumes.mounts, plain(options.volume_mounts), "mountPath", replace=True),
         "securityContext": security,
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **fields,
     }
     if options.env_from:
-        made["envFrom"] = _plain(options.env_from)
+        made["envFrom"] = plain(options.env_from)
     if resources := options.resources.model_dump(mode="json", by_alias=True, exclude_defaults=True):
         made["resources"] = resources
     if context.settings.image_pull_policy:
@@ -200,7 +200,7 @@ def pod_template(
     user, group = context.settings.run_as_user, context.settings.run_as_group
     security |= {key: value for key, value in (("runAsUser", user), ("runAsGroup", group)) if value is not None}
     if context.settings.fs_group is not None and any(item["name"] == "output" for item in volumes.volumes):
-        security |= {"fsGroup": context.settings.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+        security |= fs_group(context.settings.fs_group)
     spec: Object = {
         "automountServiceAccountToken": False,
         "containers": [container],
@@ -209,17 +209,17 @@ def pod_template(
         "restartPolicy": restart_policy,
         "securityContext": security,
         "terminationGracePeriodSeconds": grace_seconds,
-        "volumes": merge_named(volumes.volumes, _plain(options.volumes), "name", replace=True),
+        "volumes": merge_named(volumes.volumes, plain(options.volumes), "name", replace=True),
     }
     optional = {
         "affinity": affinity,
-        "imagePullSecrets": _plain(options.image_pull_secrets),
+        "imagePullSecrets": plain(options.image_pull_secrets),
         "nodeSelector": dict(options.node_selector),
         "priorityClassName": options.priority_class_name,
         "runtimeClassName": options.runtime_class_name,
         "serviceAccountName": options.service_account_name,
-        "tolerations": _plain(options.tolerations),
-        "topologySpreadConstraints": _plain(apart),
+        "tolerations": plain(options.tolerations),
+        "topologySpreadConstraints": plain(apart),
     }
     spec |= {key: value for key, value in optional.items() if value}
     own = dict(names.labels(context.name, component) if labels is None else labels)
@@ -228,6 +228,16 @@ def pod_template(
         metadata["annotations"] = given
     template = merge({"metadata": metadata, "spec": spec}, over or {})
     return _assigned(merge(template, {"metadata": {"labels": own}}), context.assignments.get(pod_set or component))
+
+
+def fs_group(number: int) -> Object:
+    """Of a pod's security context: the group that may write to its claims."""
+    return {"fsGroup": number, "fsGroupChangePolicy": "OnRootMismatch"}
+
+
+def plain(items: Sequence[Any]) -> list[Any]:
+    """A deep copy of JSON values, safe to change and to pass on."""
+    return json.loads(json.dumps(list(items)))  # type: ignore[no-any-return]
 
 
 def _assigned(template: Object, assignment: Assignment | None) -> Object:
@@ -241,11 +251,6 @@ def _assigned(template: Object, assignment: Assignment | None) -> Object:
     if assignment.node_selector:
         spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **assignment.node_selector}
     there = spec.get("tolerations", [])
-    if new := [item for item in _plain(assignment.tolerations) if item not in there]:
+    if new := [item for item in plain(assignment.tolerations) if item not in there]:
         spec["tolerations"] = [*there, *new]
     return {**template, "metadata": metadata, "spec": spec}
-
-
-def _plain(items: Sequence[Any]) -> list[Any]:
-    """A deep copy of JSON values, safe to change and to pass on."""
-    return json.loads(json.dumps(list(items)))  # type: ignore[no-any-return]

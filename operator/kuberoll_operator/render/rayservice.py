@@ -29,6 +29,7 @@ from kuberoll_operator.render.access import access_token_variables
 from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import GRACE_SECONDS
+from kuberoll_operator.render.model_cache import with_model_cache
 from kuberoll_operator.render.objects import annotated, annotation, digest
 from kuberoll_operator.render.pods import STAYS, TEMPORARY_DIRECTORY, Volumes, container, pod_template, spread
 from kuberoll_operator.render.policy_access import servers_token_variables
@@ -213,7 +214,7 @@ def _engines(context: RenderContext, placement: Placement) -> Object:
         readinessProbe=_ENGINE_READY,
         livenessProbe=_ALIVE,
     )
-    return pod_template(
+    template = pod_template(
         context,
         options,
         component=names.GENERATION,
@@ -226,6 +227,8 @@ def _engines(context: RenderContext, placement: Placement) -> Object:
         apart=spread({**names.selector(context.name, names.GENERATION), GROUP_LABEL: GROUP}),
         labels=_labels(context),
     )
+    model = None if options.engine == "Simulated" else options.model
+    return with_model_cache(context, template, model, options.engine_args, container="generation")
 
 
 def _head(context: RenderContext, *, service_account: bool) -> Object:

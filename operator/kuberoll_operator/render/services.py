@@ -11,6 +11,7 @@ from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import GRACE_SECONDS, MUTABLE, PROBE_SECONDS, STRATEGY
+from kuberoll_operator.render.model_cache import with_model_cache
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import (
     POD_IP,
@@ -99,7 +100,7 @@ def _template(context: RenderContext, number: int, service: ModelService) -> Obj
         readinessProbe={**probe, "timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 2},
         livenessProbe={**probe, "timeoutSeconds": 10, "failureThreshold": 6},
     )
-    return pod_template(
+    template = pod_template(
         context,
         options,
         component=names.SERVICE,
@@ -113,6 +114,7 @@ def _template(context: RenderContext, number: int, service: ModelService) -> Obj
         labels={**names.labels(context.name, names.SERVICE), names.SERVICE_LABEL: service.name},
         pod_set=service_pod_set(number),
     )
+    return with_model_cache(context, template, service.model, service.engine_args, container="service")
 
 
 def _options(service: ModelService) -> PodOptions:

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from kuberoll_api.conditions import Reason
+from kuberoll_api.contract import MODEL_CACHE_CONTAINER
 from kuberoll_operator.deadlines import parse_time
 from kuberoll_operator.model import Object, condition, status_of
 from kuberoll_operator.signs import ClusterEvent, Signs, in_order
@@ -219,9 +220,17 @@ def _preparation(pod: Mapping[str, Any]) -> Explanation | None:
         running = (item.get("state") or {}).get("running")
         # A sidecar is ready while it runs.
         if running and not item.get("ready"):
+            if item.get("name") == MODEL_CACHE_CONTAINER:
+                return Explanation("fetching-model", Reason.STARTING, _fetching(pod, running.get("startedAt")))
             words = f"init container {item.get('name')} runs since {running.get('startedAt')}"
             return Explanation("init-container", Reason.STARTING, words)
     return None
+
+
+def _fetching(pod: Mapping[str, Any], since: Any) -> str:
+    node = (pod.get("spec") or {}).get("nodeName") or "unknown"
+    log = f"`kubectl logs {pod['metadata'].get('name')} -c {MODEL_CACHE_CONTAINER}` says how much of it is there"
+    return f"its model is fetched into the cache of node {node} since {since}; {log}"
 
 
 def _silent_node(pod: Mapping[str, Any], events: Sequence[ClusterEvent], signs: Signs) -> Explanation | None:

@@ -52,6 +52,7 @@ from kuberoll_workers.pods.files import ConfigRefused, clip, read_config, write_
 from kuberoll_workers.pods.http import health_route, json_route
 from kuberoll_workers.policy.auth import Tokens, take_tokens
 from kuberoll_workers.serving import controller
+from kuberoll_workers.serving.cached_models import hold_models
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
 from kuberoll_workers.serving.engines.registry import ENGINES
 from kuberoll_workers.serving.group import ADDRESS_VARIABLE, PodGroup, follow, pod_group
@@ -378,6 +379,8 @@ def main() -> None:
         write_termination_message(clip(str(error)).encode())
         sys.exit(EXIT_REFUSED)
     log_to_stderr(job=job.metadata.name)
+    # Also while the engine's process is gone, and in pods whose engine is elsewhere.
+    hold_models()
     port = int(os.environ.get(PORT_VARIABLE) or config.port)
     # Always /tmp, because paths must be short: those of Ray's and the proxy's sockets have little room.
     scratch = Path(tempfile.mkdtemp(prefix="kr-", dir="/tmp"))

@@ -20,6 +20,7 @@ from kuberoll_api.model.services import ModelService
 from kuberoll_workers.pods.exit_codes import exit_status
 from kuberoll_workers.pods.files import ConfigRefused, clip, read_config, write_termination_message
 from kuberoll_workers.serving import vllm_server
+from kuberoll_workers.serving.cached_models import cached
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,11 @@ def main() -> None:
             raise ConfigRefused(f"the variable {vllm_server.KEY_VARIABLE} is not set: the server needs its key")
         service = service_of(job, given.service)
         host = os.environ.get("POD_IP") or "0.0.0.0"
-        vllm_server.run(vllm_server.serve_arguments(service, host=host, port=SERVICE_PORT))
+        files = service.model
+        model = cached(files.source)
+        tokenizer = None if files.tokenizer is None else cached(files.tokenizer, tokenizer=True)
+        arguments = vllm_server.serve_arguments(service, host=host, port=SERVICE_PORT, model=model, tokenizer=tokenizer)
+        vllm_server.run(arguments)
     except Exception as error:
         code, cause = exit_status(error)
         _log.exception("the service cannot run")

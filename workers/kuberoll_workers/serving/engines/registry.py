@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 from kuberoll_api.contract import ServeArgs
+from kuberoll_workers.serving.cached_models import cached
 from kuberoll_workers.serving.engines import vllm_engine
 from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.engines.simulated import Simulated
@@ -53,9 +54,12 @@ class VLLMKind:
     """vLLM, of its build for GPUs or for CPUs."""
 
     def make(self, args: ServeArgs) -> Engine:
+        model = cached(args.model)
+        tokenizer = model if args.tokenizer == args.model else cached(args.tokenizer, tokenizer=True)
         return VLLMEngine(
-            model=args.model,
-            tokenizer=args.tokenizer,
+            model=model or args.model,
+            name=args.model,
+            tokenizer=tokenizer or args.tokenizer,
             revision=args.revision,
             tokenizer_revision=args.tokenizer_revision,
             engine_args=placed_engine_args(args),

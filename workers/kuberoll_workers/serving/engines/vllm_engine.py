@@ -232,13 +232,16 @@ class VLLMEngine:
         tool_call_parser: str | None = None,
         tokenizer_revision: str | None = None,
         self_check: SelfCheck = "Require",
+        name: str | None = None,
     ) -> None:
         """
         Args:
+            name: What the model is called, if it is loaded from another place; None: `model`.
             tool_call_parser: vLLM's parser of the calls in responses to requests with tools.
             self_check: What becomes of an engine that fails its check.
         """
         self._model = model
+        self._name = name or model
         self._arguments = dict(engine_args)
         self._tokenizer = tokenizer
         self._parser_name = tool_call_parser
@@ -333,6 +336,9 @@ class VLLMEngine:
             tokenizer_revision=self._tokenizer_revision,
             cpu=cpu,
         )
+        if self._name != self._model:
+            # Metrics have it.
+            arguments.setdefault("served_model_name", self._name)
         settings = AsyncEngineArgs(**arguments).create_engine_config()
         self._spans_machines = settings.parallel_config.distributed_executor_backend == "ray"
         if self._spans_machines:
@@ -628,7 +634,7 @@ class VLLMEngine:
 
     def info(self) -> EngineInfo:
         return EngineInfo(
-            model=self._model,
+            model=self._name,
             engine=_engine_name(),
             max_model_len=self._window,
             vocab_size=self._vocabulary,
