@@ -146,7 +146,11 @@ def test_the_map_names_the_contract() -> None:
     assert named <= set(vars(contract))
     types = {name for name, value in vars(contract).items() if getattr(value, "__module__", "") == contract.__name__}
     # Parts of others.
-    assert {name for name in types if name[0].isupper()} - named == {"EnvironmentResult", "WeightsSource"}
+    assert {name for name in types if name[0].isupper()} - named == {
+        "CachedModel",
+        "EnvironmentResult",
+        "WeightsSource",
+    }
 
 
 def test_the_map_names_code_and_tests_of_every_guarantee() -> None:

@@ -51,6 +51,10 @@ MATRIX: dict[str, dict[str, Any]] = {
             "rayVersion": "2.60.1",
         },
     },
+    "models of nodes": {
+        "jobs": {"modelCache": {"hostPath": "/var/lib/kuberoll/models", "size": "500Gi", "acrossNamespaces": True}}
+    },
+    "models of a claim": {"jobs": {"modelCache": {"claim": "models", "size": "500Gi", "digests": True}}},
     "without": {
         "crds": {"enabled": False},
         "rbac": {"create": False},
@@ -157,6 +161,12 @@ def test_the_operator_understands_its_environment(values: dict[str, Any]) -> Non
     assert settings.workload_identity == values.get("jobs", {}).get("workloadIdentity", True)
     assert settings.replace_lost_workers == values.get("jobs", {}).get("replaceLostWorkers", True)
     assert settings.default_output == (values.get("jobs", {}).get("defaultOutput") or None)
+    models = values.get("jobs", {}).get("modelCache", {})
+    assert settings.model_cache_host_path == models.get("hostPath")
+    assert settings.model_cache_claim == models.get("claim")
+    assert settings.model_cache_size == (500 << 30 if models else None)
+    assert settings.model_cache_across_namespaces == models.get("acrossNamespaces", False)
+    assert settings.model_cache_digests == models.get("digests", False)
 
 
 LOST = [

@@ -170,6 +170,71 @@ def test_every_child_is_found_and_collected_with_its_job(case: str) -> None:
             assert template["metadata"]["labels"][names.JOB_LABEL] == job.metadata.name
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("model-cache")])
+def test_only_the_operator_s_container_can_write_to_the_model_cache(case: str) -> None:
+    settings, found = settings_of(case), 0
+    for child in children(case):
+        groups = child.get("spec", {}).get("leaderWorkerTemplate", {})
+        for template in [*templates(child), *(groups[name] for name in ("leaderTemplate", "workerTemplate") if groups)]:
+            spec = template["spec"]
+            everyone = [*spec.get("initContainers", ()), *spec["containers"]]
+            mounts = [(item, mount) for item in everyone for mount in item.get("volumeMounts", ())]
+            for container, mount in mounts:
+                if mount["name"] not in ("model-cache", "cached-models") or mount.get("readOnly"):
+                    continue
+                found += 1
+                assert container["name"] == contract.MODEL_CACHE_CONTAINER
+                assert container["image"] == settings.generation_image
+                assert container["command"][:3] == ["python", "-m", "kuberoll_workers.pods.models"]
+                assert container["workingDir"] == "/"
+                assert container["securityContext"]["runAsUser"] == settings.run_as_user
+                own = {"KUBEROLL_NODE", "HOME", "HF_HOME", "TMPDIR"}
+                assert {item["name"] for item in container["env"]} <= contract.MODEL_VARIABLES | own
+                prefixes = [item["prefix"] for item in container.get("envFrom", ())]
+                assert all(prefix.startswith(contract.GIVEN_PREFIX) for prefix in prefixes)
+            names = [item["name"] for item in everyone]
+            assert len(names) == len(set(names))
+    assert found > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "cached"),
+    [
+        ({"model": {"source": "org/model"}}, True),
+        ({"model": {"source": "gpt2"}}, True),
+        ({"model": {"source": "s3://bucket/model"}}, True),
+        ({"model": {"source": "/models/huge"}}, False),
+        ({"model": {"source": "/models/huge", "tokenizer": "org/model"}}, True),
+        ({"model": {"source": "org/model", "cache": False}}, False),
+        ({"engine": "Simulated"}, False),
+        # Its processes would see the files of the container that writes.
+        ({"podTemplate": {"spec": {"shareProcessNamespace": True}}}, False),
+    ],
+)
+def test_what_the_model_cache_is_for(fields: dict[str, Any], cached: bool) -> None:
+    settings = support.SETTINGS.model_copy(update={"model_cache_claim": "models"})
+    made = generation_deployment(dataclasses.replace(context(generation=fields), settings=settings))
+    spec = made["spec"]["template"]["spec"]
+    assert ("initContainers" in spec) is cached
+    assert any(item["name"] == "model-cache" for item in spec["volumes"]) is cached
+    # A claim's files belong to the group of the pods that write them.
+    assert (spec["securityContext"].get("fsGroup") == settings.fs_group) is cached
+    without = generation_deployment(context(generation=fields))
+    assert "initContainers" not in without["spec"]["template"]["spec"]
+
+
+def test_no_variable_is_put_into_the_name_of_a_model() -> None:
+    settings = support.SETTINGS.model_copy(update={"model_cache_claim": "models"})
+    given = context(generation={"model": {"source": "org/model", "revision": "$(HF_TOKEN)"}})
+    made = generation_deployment(dataclasses.replace(given, settings=settings))
+    [filling] = made["spec"]["template"]["spec"]["initContainers"]
+    assert "--revision=$$(HF_TOKEN)" in filling["command"]
+
+
+def generation_deployment(given: RenderContext) -> Object:
+    return generation.build_generation_deployment(given, replicas=1)
+
+
 def test_what_environments_run_beside_does_not_know_the_engines_secrets() -> None:
     [config] = [child for child in children("untrusted") if child["kind"] == "ConfigMap"]
     assert "never-shown" not in config["data"]["job.json"]

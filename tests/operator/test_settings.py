@@ -27,3 +27,13 @@ def test_a_secret_is_not_shown() -> None:
         Settings.from_environment({}, token_key=["never-shown"])
     assert "token_key" in str(refused.value)
     assert "never-shown" not in str(refused.value)
+
+
+def test_a_model_cache_is_in_one_place_and_has_a_size_in_bytes() -> None:
+    given = {"KUBEROLL_MODEL_CACHE_CLAIM": "models", "KUBEROLL_MODEL_CACHE_SIZE": "1.5Ti"}
+    assert Settings.from_environment(given).model_cache_size == 3 << 39
+    with pytest.raises(InvalidSettings, match="model_cache_host_path and model_cache_claim: set one of them"):
+        Settings.from_environment({**given, "KUBEROLL_MODEL_CACHE_HOST_PATH": "/var/lib/models"})
+    for name, value in (("SIZE", "much"), ("SIZE", "0"), ("HOST_PATH", "models"), ("HOST_PATH", "/")):
+        with pytest.raises(InvalidSettings, match=f"KUBEROLL_MODEL_CACHE_{name}"):
+            Settings.from_environment({f"KUBEROLL_MODEL_CACHE_{name}": value})

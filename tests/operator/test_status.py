@@ -283,11 +283,47 @@ ROWS = [
         BEGUN,
     ),
     Row(
+        "model that is being fetched",
+        observed(
+            deployment(),
+            pods=[
+                {
+                    **pod("generation", init={"name": "model-cache", "state": {"running": {"startedAt": stamp(3)}}}),
+                    "spec": {"nodeName": "gpu-1"},
+                }
+            ],
+        ),
+        "Starting",
+        ["GenerationReady=False/Starting"],
+        f"pod puzzle-generation-a waits: its model is fetched into the cache of node gpu-1 since {stamp(3)}; "
+        "`kubectl logs puzzle-generation-a -c model-cache` says how much of it is there",
+        BEGUN,
+    ),
+    Row(
+        "model for which a node has no room",
+        observed(deployment(), pods=[pod("generation", init={"name": "model-cache", **terminated(1, "no room")})]),
+        "Starting",
+        ["GenerationReady=False/EngineFailed"],
+        "container model-cache: no room",
+        BEGUN,
+    ),
+    Row(
         "missing secret",
         observed(deployment(), pods=engine(**waiting("CreateContainerConfigError", 'secret "hub" not found'))),
         "Starting",
         ["GenerationReady=False/PodConfigError"],
         "container generation: Secret hub does not exist; create it",
+        BEGUN,
+    ),
+    Row(
+        "model that does not exist",
+        observed(
+            deployment(),
+            pods=[pod("generation", init={"name": "model-cache", **terminated(78, "model a/b: no revision (404)")})],
+        ),
+        "Failed",
+        ["FailureTarget=True/Refused"],
+        "generation: model a/b: no revision (404)",
         BEGUN,
     ),
     Row(

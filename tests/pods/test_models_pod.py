@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api.contract import EXIT_FAILED, EXIT_REFUSED, MODEL_VARIABLES, CachedModels
+from kuberoll_api.contract import EXIT_FAILED, EXIT_REFUSED, MODEL_VARIABLES, CachedModels, PodConfig
 from kuberoll_workers.data.model_cache.locks import hold
 from kuberoll_workers.data.model_cache.store import GRACE_SECONDS, MANIFEST
+from kuberoll_workers.pods.files import ConfigRefused
 from kuberoll_workers.pods.models import take_given
+from kuberoll_workers.pods.worker import ShardPod, check_model_path
 from tests.data.hub import TINY, Hub, serving_hub, variables
 from tests.output.s3 import S3Server, s3, s3_server
+from tests.pods.test_contract import job
 
 __all__ = ["s3", "s3_server"]
 
@@ -341,6 +344,32 @@ def test_a_model_of_a_bucket(tmp_path: Path, s3: tuple[S3Server, str]) -> None:
     missing = obtain(f"{bucket}/models/none")
     assert missing.process.returncode == EXIT_REFUSED
     assert "there are no files of a model" in missing.message
+
+
+def test_workers_read_the_tokenizer_of_a_bucket(s3: tuple[S3Server, str]) -> None:
+    import fsspec
+
+    _, bucket = s3
+    store = fsspec.filesystem("s3")
+    for path in TINY.iterdir():
+        store.put_file(str(path), f"{bucket}/tiny/{path.name}")
+
+    def sources(model: str) -> tuple[ShardPod, dict[str, str]]:
+        document = job(source={"uri": "rows.jsonl"}).model_dump(mode="json", by_alias=True, exclude_unset=True)
+        document["spec"]["generation"]["model"] = {"source": model}
+        pod = ShardPod(PodConfig(job=document, base="/", endpoint="http://x", shard_count=1, output="/"), 0)
+        check_model_path(model)
+        pod._copy_tokenizer()
+        return pod, pod._find_sources(None)
+
+    pod, found = sources(f"{bucket}/tiny")
+    # It is the one of the same files elsewhere: a run may go on with either.
+    assert found == sources(str(TINY))[1]
+    assert not (Path(pod._tokenizer) / "model.safetensors").exists()
+    with pytest.raises(ConfigRefused, match=r"spec\.generation\.model: .* there are no files of a model"):
+        sources(f"{bucket}/none")
+    with pytest.raises(ConfigRefused, match="workers load tokenizers from directories, the hub, s3:// or gs://"):
+        check_model_path("az://models/tiny")
 
 
 @pytest.mark.parametrize("name", sorted(MODEL_VARIABLES))

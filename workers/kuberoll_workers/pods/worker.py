@@ -19,6 +19,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -47,6 +48,8 @@ from kuberoll_api.model.dataset import DatasetSource
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.types import COMMIT_PATTERN
 from kuberoll_api.paths import format_path
+from kuberoll_workers.data.model_cache.bucket import copy_tokenizer, in_bucket
+from kuberoll_workers.data.model_cache.source import ModelRefused
 from kuberoll_workers.data.provenance import MODEL, TOKENIZER, hub_commit, model_commit, model_source, tokenizer_sources
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.shards import shard_of, share
@@ -144,6 +147,7 @@ class ShardPod:
         self._inputs: InputSummary | None = None
         self._manifest: RunManifest | None = None
         self._tokenizer_revision: str | None = None
+        self._copied_tokenizer: str | None = None
         self._earlier = Progress()
         self._progress = Progress()
         self._failures = FailureLog()
@@ -308,6 +312,7 @@ class ShardPod:
             if check_environment(job, spec.name, protected=self._protected).declares_tools:
                 with_tools = with_tools or f"spec.environments ({spec.name}) declares tools"
         check_model_path(self._tokenizer)
+        self._copy_tokenizer()
         if (template := job.spec.generation.model.chat_template) is not None:
             check_compiles(template)
         storage = open_storage(config.output, parts=part_limits(job))
@@ -446,7 +451,18 @@ class ShardPod:
     @property
     def _tokenizer(self) -> str:
         model = self._job.spec.generation.model
-        return model.tokenizer or model.source
+        return self._copied_tokenizer or model.tokenizer or model.source
+
+    def _copy_tokenizer(self) -> None:
+        """Copy the tokenizer to this machine, if it is in an object store."""
+        if not in_bucket(self._tokenizer):
+            return
+        directory = tempfile.mkdtemp(prefix="kuberoll-tokenizer-")
+        try:
+            copy_tokenizer(self._tokenizer, Path(directory))
+        except ModelRefused as error:
+            raise ConfigRefused(f"spec.generation.model: {error}") from None
+        self._copied_tokenizer = directory
 
     async def _log_progress(self) -> None:
         while True:
@@ -545,8 +561,10 @@ def check_model_path(source: str) -> None:
     Raises:
         ConfigRefused: It is not, or tokenizers cannot be loaded from there.
     """
-    if "://" in source:
-        raise ConfigRefused(f"spec.generation.model: {source}: workers load tokenizers from directories or the hub")
+    if "://" in source and not in_bucket(source):
+        raise ConfigRefused(
+            f"spec.generation.model: {source}: workers load tokenizers from directories, the hub, s3:// or gs://"
+        )
     if source.startswith((".", "/", "~")) and not Path(source).expanduser().is_dir():
         raise ConfigRefused(
             f"spec.generation.model: there is no directory {source} in this pod: mount it with "

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -102,7 +102,7 @@ class _Entry:
             return None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Report:
     """What obtaining a model took.
 
@@ -113,7 +113,6 @@ class Report:
 
     path: Path
     fetched: int = 0
-    removed: list[str] = field(default_factory=list)
 
 
 class Store:
@@ -159,9 +158,9 @@ class Store:
             if entry.path.exists():
                 _log.warning("%s is fetched again: %s", name, problem)
                 self._remove(entry.path)
-            removed = self._fetch(source, found, entry, exclusive=exclusive)
+            self._fetch(source, found, entry, exclusive=exclusive)
         self._remember(source, found.identity)
-        return Report(entry.path / found.directory, fetched=found.size, removed=removed)
+        return Report(entry.path / found.directory, fetched=found.size)
 
     def _obtain_unasked(self, source: Source, why: SourceUnreachable) -> Report:
         """What the cache has while the origin does not answer."""
@@ -257,12 +256,12 @@ class Store:
 
     # Fetching.
 
-    def _fetch(self, source: Source, found: RemoteModel, entry: _Entry, *, exclusive: bool) -> list[str]:
+    def _fetch(self, source: Source, found: RemoteModel, entry: _Entry, *, exclusive: bool) -> None:
         alone_here = "" if exclusive else f"@{os.getpid()}-{time.time_ns()}"
         part = self._root / "parts" / f"{entry.key}@{entry.identity}@{self._node}{alone_here}"
         plan = part.with_name(f"{part.name}.json")
         try:
-            removed = self._make_room(source.name, found.size, part, plan)
+            self._make_room(source.name, found.size, part, plan)
             directory = part / found.directory
             directory.mkdir(parents=True, exist_ok=True)
             with _reporting(source.name, found.size, part):
@@ -285,7 +284,6 @@ class Store:
                     raise
                 self._remove(part)
             _sync_directory(entry.path.parent)
-            return removed
         except (OSError, ModelUnavailable) as error:
             free = shutil.disk_usage(self._root).free
             # Not every library says why it could not write.
@@ -344,11 +342,8 @@ class Store:
 
     # Room.
 
-    def _make_room(self, name: str, needed: int, part: Path, plan: Path) -> list[str]:
+    def _make_room(self, name: str, needed: int, part: Path, plan: Path) -> None:
         """Remove models that are not used until there is room, and take it.
-
-        Returns:
-            The models that were removed.
 
         Raises:
             ModelRefused: The model is larger than the cache.
@@ -359,7 +354,6 @@ class Store:
                 f"model {name} has {_amount(needed)}, and the model cache may have {_amount(self._limit)} in all: "
                 "raise jobs.modelCache.size of the chart, or set model.cache: false, so that engines fetch it"
             )
-        removed = []
         with locked(self._root / "locks" / "room"):
             there = _written(part)
             others = self._other_parts(part)
@@ -380,10 +374,8 @@ class Store:
                         f"on the disk, and the cache has {_amount(total + promised)}{bound}; engines use all of it, or "
                         "are about to"
                     )
-                total -= victim[0]
-                removed.append(victim[1])
+                total -= victim
             plan.write_bytes(msgspec.json.encode({"bytes": needed}))
-        return removed
 
     def _other_parts(self, own: Path) -> list[tuple[int, int]]:
         """Size, and bytes that are written, of what others fetch now; what they have left behind is removed."""
@@ -404,8 +396,8 @@ class Store:
             shutil.rmtree(trash, ignore_errors=True)
         return found
 
-    def _remove_one(self, entries: list[tuple[float, int, _Entry]]) -> tuple[int, str] | None:
-        """Remove the least recently used model that nobody uses; its size and name. None: all are used."""
+    def _remove_one(self, entries: list[tuple[float, int, _Entry]]) -> int | None:
+        """Remove the least recently used model that nobody uses; its size. None: all are used."""
         while entries:
             used, size, entry = entries.pop(0)
             with alone(entry.manifest_path) as free:
@@ -422,7 +414,7 @@ class Store:
                 ago = (time.time() - used) / 3600
                 _log.info("%s is removed: %s, last used %.1f hours ago", name, _amount(size), ago)
                 self._remove(entry.path)
-            return size, name
+            return size
         return None
 
     def _remove(self, path: Path) -> None:
