@@ -32,7 +32,7 @@ _AUTO_FORMATS: Final = frozenset({"auto", "hf", "safetensors"})
 """`load_format` for which vLLM chooses as the cache does."""
 
 # Requests and limits are equal, as in a pod of QoS class Guaranteed: a node's CPU manager gives no other whole CPUs.
-_RESOURCES: Final[Mapping[str, str]] = {"cpu": "1", "memory": "2Gi"}
+_RESOURCES: Final[Mapping[str, str]] = {"cpu": "1", "memory": "4Gi"}
 
 
 def with_model_cache(
@@ -119,7 +119,8 @@ def _filling(context: RenderContext, engine: Mapping[str, Any], wanted: list[str
     """The init container that writes to the cache."""
     settings = context.settings
     directory = f"{contract.MODEL_CACHE_DIRECTORY}/{below}".rstrip("/")
-    arguments = [*wanted, f"--directory={directory}", f"--result={_PATHS_FILE}", f"--job={context.name}"]
+    places = [f"--directory={directory}", f"--shown-at={contract.MODEL_CACHE_DIRECTORY}"]
+    arguments = [*wanted, *places, f"--result={_PATHS_FILE}", f"--job={context.name}"]
     if settings.model_cache_size is not None:
         arguments.append(f"--size={settings.model_cache_size}")
     if settings.model_cache_digests:

@@ -106,6 +106,8 @@ def main() -> None:
     # Progress is logged.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # What is fetched is kept here, and not once more beside it.
+    os.environ.setdefault("HF_XET_CHUNK_CACHE_SIZE_BYTES", "0")
     try:
         result = cache(given)
     except (ModelRefused, ModelUnavailable) as error:
