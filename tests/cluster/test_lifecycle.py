@@ -20,6 +20,7 @@ from tests.cluster.api import Api, Object, condition, is_true
 from tests.cluster.api_proxy import ApiProxy, Write
 from tests.cluster.control_plane import ApiServer
 from tests.cluster.jobs import (
+    CHILD_KINDS,
     CLAIM,
     children,
     contents,
@@ -515,17 +516,45 @@ async def test_a_job_of_another_manager_is_left_alone(cluster: Cluster) -> None:
     assert all("theirs" not in write.path for write in cluster.proxy.writes)
 
 
-async def test_two_operators_at_once(cluster: Cluster) -> None:
+async def test_two_operators_of_which_one_is_stopped_in_mid_run(cluster: Cluster, expected: dict[str, Any]) -> None:
+    """As in an upgrade: the other one goes on with what is there."""
     first = cluster.operator()
     second = cluster.operator(start=False)
     second.start(ready=False)
-    await cluster.create(rollout_job(cluster.namespace, seconds=0.3))
+    whole = await _uninterrupted(cluster, expected)
+    earlier = len(cluster.writes())
+    await cluster.create(rollout_job(cluster.namespace, seconds=0.5, rollout={"concurrency": 1}))
     await cluster.stored(1)
+    before = await uids(cluster)
     assert first.terminate() == 0
+    # The other one holds the lease, and does what only its holder does.
+    await cluster.patch({"workers": {"replicas": 1}})
+    await cluster.api.wait(
+        "Job",
+        cluster.namespace,
+        "puzzles-workers",
+        lambda item: item is not None and item["spec"]["parallelism"] == 1,
+        seconds=PATIENCE,
+        why="to be written by the second operator",
+    )
+    now = await uids(cluster)
+    assert {key: uid for key, uid in now.items() if key[0] != "Pod"} == {
+        key: uid for key, uid in before.items() if key[0] != "Pod"
+    }
     check_complete(cluster, await cluster.job(complete))
+    assert contents(read_output(cluster.output())) == whole
     # One status was never written over by another: the conditions are in the order that they came in.
-    created = [write.path for write in cluster.writes() if write.status == 201]
+    created = [write.path for write in cluster.writes()[earlier:] if write.status == 201]
     assert len(set(created)) == len(created)
+
+
+async def uids(cluster: Cluster) -> dict[tuple[str, str], str]:
+    """Of all children, by kind and name."""
+    return {
+        (kind, item["metadata"]["name"]): item["metadata"]["uid"]
+        for kind in CHILD_KINDS
+        for item in await cluster.api.list(kind, cluster.namespace, labels="kuberoll.io/job")
+    }
 
 
 @pytest.mark.parametrize("number", KILLED_AFTER)
