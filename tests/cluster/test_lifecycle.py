@@ -470,7 +470,12 @@ async def test_engines_are_scaled_up_and_down_in_mid_run(
     cluster.operator()
     whole = await _uninterrupted(cluster, expected)
     # Few at a time: an engine takes a while to start, and something must be left when it goes.
-    few = {"shards": 1, "replicas": 1, "rollout": {"concurrency": 2}, "generation": {"routing": "LeastLoaded"}}
+    few: dict[str, Any] = {
+        "shards": 1,
+        "replicas": 1,
+        "rollout": {"concurrency": 2},
+        "generation": {"routing": "LeastLoaded"},
+    }
     async with named_engines(cluster, tmp_path / "engines") as workers:
         await cluster.create(rollout_job(cluster.namespace, seconds=1.0, workers=workers, **few))
         await cluster.stored(0)

@@ -198,7 +198,7 @@ def test_engines_are_scaled_while_they_run() -> None:
     live["spec"] = decide(observed(), {"conditions": [CHECKED]}).apply[-1]["spec"]
     live["metadata"]["annotations"] = {names.SHAPE_DIGEST: "of an older operator"}
     for replicas in (1, 3):
-        scaled = {"generation": {"replicas": replicas}}
+        scaled: dict[str, Any] = {"generation": {"replicas": replicas}}
         [wanted] = [item for item in decide(observed(live), **scaled).apply if item["kind"] == "Deployment"]
         assert wanted["spec"] == {**live["spec"], "replicas": replicas}
     ready = {"conditions": [CHECKED, condition("GenerationReady", True, "Ready")]}
@@ -211,7 +211,7 @@ def test_engines_are_scaled_while_they_run() -> None:
 def test_groups_are_scaled_while_they_run() -> None:
     live = decide(observed(), {"conditions": [CHECKED]}, **SPREAD).apply[-1]
     live["metadata"] |= {"uid": "1", "annotations": {names.SHAPE_DIGEST: "of an older operator"}}
-    scaled = {"generation": {**SPREAD["generation"], "replicas": 3}}
+    scaled: dict[str, Any] = {"generation": {**SPREAD["generation"], "replicas": 3}}
     [wanted] = [item for item in decide(observed(live), **scaled).apply if item["kind"] == "LeaderWorkerSet"]
     assert wanted["spec"] == {**live["spec"], "replicas": 3}
 

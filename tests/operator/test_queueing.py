@@ -387,7 +387,7 @@ class QueuedCluster(Cluster):
         if self.queue is None or live is None or not self.may_run():
             return wanted
         assigned = live["status"]["admission"]["podSetAssignments"]
-        return min(wanted, next(item["count"] for item in assigned if item["name"] == "generation"))
+        return min(wanted, next(int(item["count"]) for item in assigned if item["name"] == "generation"))
 
     def something_lives(self) -> bool:
         parts = ("generation", "check", "workers", "finish")

@@ -186,12 +186,15 @@ class Small:
             else:
                 self.engine.pop(key, None)
                 self.worker.pop(key, None)
-        pods = [(self.engine, key) for key, placed in self.engine.items() if not placed]
-        pods += [(self.worker, key) for key, left in self.worker.items() if left is None]  # type: ignore[list-item]
+        pods = [("engine", key) for key, placed in self.engine.items() if not placed]
+        pods += [("worker", key) for key, left in self.worker.items() if left is None]
         used = sum(self.engine.values()) + sum(left is not None for left in self.worker.values())
         while pods and used < self.places:
-            table, key = pods.pop((self.choices.pop(0) if self.choices else 0) % len(pods))
-            table[key] = True if table is self.engine else 3  # type: ignore[assignment]
+            kind, key = pods.pop((self.choices.pop(0) if self.choices else 0) % len(pods))
+            if kind == "engine":
+                self.engine[key] = True
+            else:
+                self.worker[key] = 3
             used += 1
         for key in self.keys:
             if key in self.ended:
