@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import SecretStr
 
@@ -26,7 +24,6 @@ from kuberoll_operator.commands.render import TOKEN, UID, children_of, to_yaml
 from kuberoll_operator.model import Object, Observed
 from kuberoll_operator.render import RenderContext, generation, seal, workers
 from kuberoll_operator.render.objects import annotation, has_other_shape, keep_shape
-from kuberoll_operator.render.small_requests import amount
 from kuberoll_operator.settings import MissingTokenKey, Settings
 from tests.operator import published_crds, support
 from tests.schemas import validate
@@ -477,13 +474,6 @@ def test_what_is_no_quantity_is_left_to_the_api_server() -> None:
     found = context(workers={"podTemplate": {"spec": {"containers": [container]}}})
     [finish] = render.build_finish_job(found)["spec"]["template"]["spec"]["containers"]
     assert finish["resources"] == {"requests": {"cpu": "many"}}
-
-
-@given(st.integers(0, 10**6), st.sampled_from(["m", "", "k", "Ki", "M", "Mi", "G", "Gi"]))
-def test_quantities_are_ordered_as_kubernetes_orders_them(number: int, suffix: str) -> None:
-    scale = {"m": "0.001", "": "1", "k": "1e3", "Ki": "1024", "M": "1e6", "Mi": "1048576", "G": "1e9", "Gi": "1024Mi"}
-    assert amount(f"{number}{suffix}") == number * amount(scale[suffix])
-    assert amount(f"{number + 1}{suffix}") > amount(f"{number}{suffix}")
 
 
 HARD = {"whenUnsatisfiable": "DoNotSchedule"}
