@@ -43,6 +43,23 @@ async def test_a_record_is_on_disk_when_append_returns(tmp_path: Path) -> None:
     await journal.close()
 
 
+async def test_nobody_else_appends_to_a_file_that_is_open(tmp_path: Path) -> None:
+    """The lock of a shard may be lost to another machine: then the file's own lock decides whose lines it gets."""
+    path = tmp_path / "shard-00000.jsonl"
+    journal, other = (FileJournal(path, seconds=Observed()) for _ in range(2))
+    await journal.append(record(0))
+    with pytest.raises(JournalBroken, match="another process writes to this file"):
+        await other.append(record(1))
+    with pytest.raises(JournalBroken):
+        await other.close()
+    await journal.append(record(2))
+    await journal.close()
+    after = FileJournal(path, seconds=Observed())
+    await after.append(record(3))
+    await after.close()
+    assert [item.task_index for item in stored(path)] == [0, 2, 3]
+
+
 @given(cut=st.integers(min_value=0, max_value=3 * len(encode_line(record(0)))))
 def test_a_torn_tail_is_cut_and_whole_lines_stay(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("journal") / "shard.jsonl"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import time
@@ -204,6 +206,7 @@ class FileJournal(BatchJournal):
     def _write_and_sync(self, data: bytes) -> None:
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            _fence(self._file)
             if self._sync:
                 sync_directory(self._path.parent)
         view = memoryview(data)
@@ -211,6 +214,26 @@ class FileJournal(BatchJournal):
             view = view[os.write(self._file, view) :]
         if self._sync:
             os.fsync(self._file)
+
+
+def _fence(file: int) -> None:
+    """Let nobody else append to a file for as long as it is open.
+
+    The locks of runs and shards are on files of their own. A volume's server that has not heard of a machine for some
+    time gives up its locks, and another machine gets them. When the first one is heard of again, NFS refuses its writes
+    only to files on which it has lost a lock (Linux: `nfs.recover_lost_locks` is off), CephFS all.
+
+    Raises:
+        OSError: Another process has the file.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise OSError(error.errno, "another process writes to this file") from error
+        # Some mounted volumes do not support locks.
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
 
 
 def repair(path: Path) -> None:
