@@ -42,6 +42,12 @@ if __name__ == "__main__":
 """
 """A replica's engine, from its process's start to its readiness, with its self-check and without Ray around it."""
 
+FETCH = """
+from huggingface_hub import snapshot_download
+snapshot_download("me/tiny", revision="main")
+"""
+"""What an engine does before it loads a model of the hub."""
+
 
 def make_model(directory: Path, layers: int) -> int:
     """Make the demo's model larger; return the bytes of its weights."""
@@ -84,15 +90,21 @@ def fill(hub: Hub, home: Path, cache: Path) -> Path:
     return result
 
 
-def start(hub: Hub, home: Path, cache: Path | None) -> tuple[float, float]:
-    """Seconds until an engine is ready, and of these the seconds of the container before it."""
+def start(hub: Hub, home: Path, cache: Path | None, *, engine: bool) -> tuple[float, float]:
+    """Seconds until an engine is ready, and of these the seconds of the container before it.
+
+    Args:
+        engine: False: until the model's files are there.
+    """
     began = time.perf_counter()
     environment = variables(hub, home)
     environment.pop(CACHED_MODELS_VARIABLE, None)
     if cache is not None:
         environment[CACHED_MODELS_VARIABLE] = str(fill(hub, home, cache))
     filled = time.perf_counter() - began
-    command = [sys.executable, "-c", PROGRAM, json.dumps(ENGINE)]
+    command = [sys.executable, "-c", PROGRAM if engine else FETCH, json.dumps(ENGINE)]
+    if cache is not None and not engine:
+        return filled, filled
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return time.perf_counter() - began, filled
 
@@ -101,22 +113,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=12, help="layers of the model; 12 are 100 MB")
     parser.add_argument("--megabytes-per-second", type=float, default=5.0, help="that the hub sends")
+    parser.add_argument("--without-engine", action="store_true", help="only until the model's files are there")
     given = parser.parse_args()
+    engine = not given.without_engine
     scratch = Path(tempfile.mkdtemp(prefix="kuberoll-bench-"))
     try:
         with serving_hub(scratch / "hub") as hub:
             size = make_model(hub.directory, given.layers)
             # So that imports are in the page cache for all.
-            start(hub, scratch / "warm", None)
+            start(hub, scratch / "warm", None, engine=engine)
             hub.bytes_per_second = given.megabytes_per_second * 1e6
             print(f"a model of {size / 1e6:.0f} MB, {given.megabytes_per_second:g} MB/s")
             for cache in (None, scratch / "cache"):
                 for number, pod in enumerate(PODS):
                     hub.sent = 0
-                    ready, filled = start(hub, scratch / f"{number}-{cache is not None}", cache)
+                    ready, filled = start(hub, scratch / f"{number}-{cache is not None}", cache, engine=engine)
                     kind = "with a cache" if cache is not None else "without"
+                    what = "ready" if engine else "there"
                     print(
-                        f"{kind:12}  {pod:14}  {hub.sent / 1e6:6.1f} MB fetched  ready after {ready:6.1f} s"
+                        f"{kind:12}  {pod:14}  {hub.sent / 1e6:6.1f} MB fetched  {what} after {ready:6.1f} s"
                         f"  of these {filled:5.1f} s before the engine",
                         flush=True,
                     )

@@ -50,7 +50,9 @@ class Filling:
         self._message = self._result.with_suffix(".message")
         own = [f"--directory={self.cache}", f"--shown-at={self.cache}", f"--result={self._result}", "--node=one"]
         command = [sys.executable, "-m", MODULE, *own, *arguments]
-        variables = {**environment, "KUBEROLL_TERMINATION_LOG": str(self._message)}
+        # Files stop in the middle for longer than the hub's client waits by itself before it asks for the rest.
+        patience = {"HF_HUB_DOWNLOAD_TIMEOUT": "300"}
+        variables = {**environment, **patience, "KUBEROLL_TERMINATION_LOG": str(self._message)}
 
         def bound() -> None:
             if limit is not None:
