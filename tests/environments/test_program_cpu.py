@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_workers.environments.programs import Limits, Program, ProgramRunner
 from kuberoll_workers.environments.programs.cpu_time import CpuTime, of_process
 
 TICK = 0.02
@@ -66,3 +68,24 @@ def test_a_process_has_a_clock() -> None:
     assert after is not None
     assert after > before
     assert of_process(1 << 22) is None
+
+
+_IDLE_CHILDREN = """
+import os, time
+for _ in range(50):
+    if os.fork() == 0:
+        time.sleep(0.03)
+        os._exit(0)
+    os.wait()
+used = os.times()
+print(used.user + used.system + used.children_user + used.children_system)
+"""
+
+
+@pytest.mark.slow
+def test_children_that_exit_between_two_looks_are_counted_by_their_clocks() -> None:
+    with ProgramRunner(parallel=1) as runner:
+        outcome = runner.run(Program.python(_IDLE_CHILDREN, limits=Limits(cpu_seconds=60, wall_seconds=600)))
+    assert outcome.kind == "ok", outcome
+    # If each was missed, it would be the time between two looks for each: a second.
+    assert float(outcome.stdout) - 0.1 < outcome.cpu_seconds < float(outcome.stdout) + 0.5
