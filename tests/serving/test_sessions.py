@@ -16,7 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
-from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
+from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyUnavailable
 from tests.policy.openai_serving import serving_openai, tokenizer_with_ends
 from tests.serving.test_openai_api import ANSWER, END, LOOK, Scripted
 
@@ -257,6 +257,25 @@ async def test_a_caller_who_leaves_uses_up_no_call(server: Server, monkeypatch: 
             await aborted.wait()
         assert await say(client, [HELLO]) == ANSWER
     assert (await server.close(session))["calls"] == 1
+
+
+async def test_a_call_that_an_unusable_engine_did_not_begin_is_told(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, other = await server.open(), await server.open()
+
+    def unusable() -> None:
+        raise PolicyUnavailable("it samples tokens that are impossible")
+
+    async with agent(session) as client, agent(other) as unlucky:
+        with monkeypatch.context() as patched:
+            patched.setattr(server.engine, "check_usable", unusable)
+            for caller in (client, unlucky):
+                with pytest.raises(openai.APIStatusError):
+                    await say(caller, [HELLO])
+        assert await say(client, [HELLO]) == ANSWER
+    # What was repeated with more success is not missing.
+    assert [(await server.close(one))["aborted"] for one in (session, other)] == [0, 1]
 
 
 async def test_tools_in_a_session(server: Server, tokenizer: HuggingFaceTokenizer) -> None:
