@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.cluster.api import Api, Object, condition, is_true
+from tests.cluster.api import Api, ApiError, Object, condition, is_true
 from tests.cluster.api_proxy import ApiProxy, Write
 from tests.cluster.control_plane import ApiServer
 from tests.cluster.jobs import (
@@ -493,6 +493,33 @@ async def test_engines_are_scaled_up_and_down_in_mid_run(
         assert len(stored_lines(cluster.output())) < 16, "it was over before an engine went"
         check_complete(cluster, await cluster.job(complete))
     assert contents(read_output(cluster.output())) == whole
+
+
+async def test_a_drain_takes_one_engine_at_a_time(cluster: Cluster) -> None:
+    cluster.operator()
+    await cluster.create(rollout_job(cluster.namespace, seconds=2.0, generation={"replicas": 2}))
+    await cluster.job(lambda item: item.get("status", {}).get("generation", {}).get("readyReplicas") == 2)
+    await cluster.api.wait(
+        "PodDisruptionBudget",
+        cluster.namespace,
+        "puzzles-generation",
+        lambda item: item is not None and item.get("status", {}).get("disruptionsAllowed") == 1,
+        seconds=PATIENCE,
+    )
+    first, second = [pod["metadata"]["name"] for pod in await engine_pods(cluster)]
+    await evict(cluster, first)
+    with pytest.raises(ApiError, match="disruption budget") as refused:
+        await evict(cluster, second)
+    assert refused.value.status == 429
+    check_complete(cluster, await cluster.job(complete))
+    await cluster.gone("PodDisruptionBudget", "puzzles-generation")
+
+
+async def evict(cluster: Cluster, pod: str) -> None:
+    """Asks for the eviction of a pod, as a drain does."""
+    path = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod}/eviction"
+    metadata = {"name": pod, "namespace": cluster.namespace}
+    await cluster.api.request("POST", path, {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata})
 
 
 async def engine_pods(cluster: Cluster) -> list[Object]:
