@@ -39,6 +39,7 @@ UNIT: Final = 34
 ROW: Final = 36
 HEAD: Final = 62
 GAP: Final = 8
+LINE: Final = 20
 DPI: Final = 100
 CHARACTER: Final = 6.9
 BOLD: Final = 8.4
@@ -205,6 +206,7 @@ class Picture:
             "bargauge": self._bars,
             "heatmap": self._heat,
             "timeseries": self._lines,
+            "table": self._table,
         }[panel["type"]]
         draw(panel, found, *inner)
 
@@ -237,6 +239,19 @@ class Picture:
                 look.say(value), (max(values) or 1, number), (8, 0), textcoords="offset points", va="center",
                 color=look.color(value), fontsize=9.5, weight="bold",
             )  # fmt: skip
+
+    def _table(
+        self, panel: Mapping[str, Any], found: Sequence[Series], x: float, y: float, width: float, height: float
+    ) -> None:
+        look = _Look(panel)
+        # A table is of the last moment.
+        rows = [(series.legend, series.values[-1]) for series in found if np.isfinite(series.values[-1])]
+        for number, (legend, value) in enumerate(rows[: max(1, int(height // LINE))]):
+            middle = y + LINE * number + LINE * 0.7
+            self._words(x, middle, _cut(legend, width - 120), size=9.5)
+            self._words(x + width, middle, look.say(value), size=9.5, color=DIM, align="right")
+        if not rows:
+            self._words(x + width / 2, y + height / 2, "nothing at the end of this range", color=DIM, align="center")
 
     def _lines(
         self, panel: Mapping[str, Any], found: Sequence[Series], x: float, y: float, width: float, height: float
