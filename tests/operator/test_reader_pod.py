@@ -17,6 +17,7 @@ from kuberoll_operator.commands.render import children_of
 from kuberoll_operator.console.errors import ConsoleError
 from kuberoll_operator.console.reader_pod import pod_name, reader_pod
 from kuberoll_operator.model import Object
+from kuberoll_operator.render.pods import DRAINS
 from tests.operator.support import NAMESPACE, SETTINGS, UID, job, manifest
 
 ESCALATING = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
@@ -86,7 +87,7 @@ def test_it_is_the_worker_with_another_program() -> None:
     labels = pod["metadata"]["labels"]
     assert labels["azure.workload.identity/use"] == "true"
     assert not any(key.startswith(("kueue", "batch.", "controller-uid", "job-name")) for key in labels)
-    assert pod["metadata"]["annotations"] == {"iam": "role"}
+    assert pod["metadata"]["annotations"] == {"iam": "role", **DRAINS}
 
 
 def test_it_writes_nowhere_but_to_its_own_scratch() -> None:
