@@ -532,8 +532,11 @@ FLEET_PAGE: Final = Page(
                     queries=[
                         (
                             "{{namespace}}/{{rolloutjob}}: {{reason}} ({{condition}})",
-                            "sort_desc(sum by (namespace, rolloutjob, condition, reason)"
-                            f" (sum_over_time(kuberoll_operator_waiting_jobs{{{FLEET}}}[1h:15s])) / 4 and on"
+                            # One that waits since less than a step of the inner query has none yet: 0 minutes.
+                            "sort_desc((sum by (namespace, rolloutjob, condition, reason)"
+                            f" (sum_over_time(kuberoll_operator_waiting_jobs{{{FLEET}}}[1h:15s])) / 4 or"
+                            " sum by (namespace, rolloutjob, condition, reason)"
+                            f" (kuberoll_operator_waiting_jobs{{{FLEET}}}) * 0) and on"
                             " (namespace, rolloutjob, condition, reason)"
                             f" kuberoll_operator_waiting_jobs{{{FLEET}}})",
                         )
