@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.backends.pods import redact
+from kuberoll_operator.deadlines import format_time
 from kuberoll_operator.model import ClusterQuota, Object, condition, is_true
 from kuberoll_operator.render.context import Assignment
 from kuberoll_operator.settings import Settings
@@ -256,7 +257,7 @@ def _merged(first: Iterable[Any], updates: Iterable[Mapping[str, Any]], key: str
 
 def _with(workload: Object, now: datetime, *changes: tuple[str, bool, str, str]) -> list[dict[str, Any]]:
     """All conditions of a Workload after these changes."""
-    time = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    time = format_time(now)
     known = {item["type"]: dict(item) for item in (workload.get("status") or {}).get("conditions") or ()}
     for kind, true, reason, message in changes:
         status = "True" if true else "False"

@@ -11,7 +11,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -226,14 +226,23 @@ def _fence(file: int) -> None:
     Raises:
         OSError: Another process has the file.
     """
+    if not try_lock(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)):
+        raise OSError(errno.EAGAIN, "another process writes to this file")
+
+
+def try_lock(lock: Callable[[], None]) -> bool:
+    """Take a lock, which raises OSError if it cannot; False if another process has it.
+
+    Some mounted volumes do not support locks: there the operator's Job ensures one pod per shard.
+    """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock()
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise OSError(error.errno, "another process writes to this file") from error
-        # Some mounted volumes do not support locks.
+            return False
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
+    return True
 
 
 def repair(path: Path) -> None:

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from kuberoll_workers.output.journal import (
     Journal,
     WriteObserver,
     remove_partials,
+    try_lock,
     whole_lines,
     write_atomically,
     write_chunks_atomically,
@@ -314,7 +316,7 @@ class DirectoryStorage:
             for shard in shards:
                 # One byte for each shard: the kernel releases the locks when the process ends, however it ends, and a
                 # volume's server those of a machine that it has not heard of for some time.
-                if not _lock_byte(descriptor, shard):
+                if not try_lock(partial(fcntl.lockf, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, shard)):
                     raise ShardHeld(
                         f"{self.path}: another worker, of this run or of one that was killed, is still writing "
                         f"shard {shard}",
@@ -363,18 +365,6 @@ def modification_time(entry: Mapping[str, Any]) -> float | None:
         if isinstance(value, datetime):
             return float(value.timestamp())
     return None
-
-
-def _lock_byte(descriptor: int, shard: int) -> bool:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, shard)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        # Some mounted volumes do not support locks; there, the operator's Job ensures one pod per shard.
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-    return True
 
 
 class ObjectStorage:
