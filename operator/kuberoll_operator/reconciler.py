@@ -126,8 +126,10 @@ class Reconciler:
         observed = await self._with_unmountable(key, job, observed)
         observed, next_signs = await self._with_signs(key, observed)
         queued = queueing.queue_of(job, self._settings) is not None
-        if not queued:
+        if queued:
             # Kueue has an order of its own.
+            self._turns.forget(key)
+        else:
             observed = replace(observed, first=self._turns.first(key, raw, self._now()))
         for name in missing_secrets(observed.pods):
             self._applier.mark_missing(key, name)
@@ -149,6 +151,7 @@ class Reconciler:
             self._progress.forget(key)
             self._applier.forget_job(key, gone=False)
             self._signs.forget(key)
+            self._turns.forget(key)
         # The next steps depend on the recorded status, and our own writes trigger no event.
         if _without_counts(new) != _without_counts(old):
             return 0.0

@@ -762,6 +762,28 @@ async def test_an_operator_that_may_not_end_lost_pods_says_what_else_brings_thei
         assert "no other pod is made until the node is back" in told["message"]
 
 
+async def test_nobody_steps_back_for_a_job_that_has_joined_a_queue(tmp_path: Path) -> None:
+    """Its last status without one said that it lacks room, and says so to nobody any more."""
+    async with bench(tmp_path) as it:
+        await it.settle()
+        it.generation_is_ready()
+        await it.settle()
+        no_room = pod("workers", "0-a", shard=0, phase="Pending", conditions=unschedulable("Insufficient cpu"))
+        no_room["metadata"] |= {"namespace": NAMESPACE, "uid": "u"}
+        it.server.put({**no_room, "apiVersion": "v1", "kind": "Pod", "spec": {}})
+        await it.settle()
+        young, later = Key(NAMESPACE, "young"), it.now + timedelta(seconds=SETTINGS.turn_seconds)
+        held = {"phase": "Starting", "conditions": [{"type": "GenerationReady", "status": "False",
+                "reason": "Unschedulable"}, {"type": "WorkersReady", "status": "False"}]}  # fmt: skip
+        created = {"metadata": {"creationTimestamp": "2999-01-01T00:00:00Z"}}
+        turns = it.reconciler._turns
+        turns.note(young, created, held, it.now)
+        assert turns.first(young, created, later) == KEY
+        it.server.put(merge(it.job, {"metadata": {"labels": {names.QUEUE_LABEL: "team"}}}))
+        await it.settle()
+        assert turns.first(young, created, later) is None
+
+
 def checked(it: Bench) -> Object:
     """The condition of the workers' check."""
     return dict(condition(it.job["status"], conditions.WORKERS_CHECKED))
