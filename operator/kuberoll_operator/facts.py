@@ -19,8 +19,8 @@ from kuberoll_operator import names, queueing
 from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of, runs_in_job
 from kuberoll_operator.backends.pods import (
     ContainerExit,
-    any_active,
     describe_exit,
+    holds_any,
     is_disrupted,
     is_running,
     last_exit,
@@ -246,7 +246,7 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
         failure=failure,
         name_conflict=_name_conflict(job, raw, observed, backend),
         quota=quota,
-        released=generation.released and not any_active(observed.pods),
+        released=generation.released and not holds_any(observed.pods),
         idle=_is_idle(job, status, observed, shards, settings, now),
         first=first,
     )

@@ -901,6 +901,28 @@ ROWS = [
         FINISHING,
     ),
     Row(
+        "aggregated, an engine gone with its node",
+        observed(
+            finish_job(conditions=job_condition("Complete")),
+            pods=[leaving(on_lost_node(pod("generation", container={"ready": True}))), *finished(0, ENDED_WELL)],
+        ),
+        "Succeeded",
+        ["Complete=True/TrajectoriesDone", "SuccessCriteriaMet=True/TrajectoriesDone"],
+        "8 trajectories",
+        FINISHING,
+    ),
+    Row(
+        "aggregated, an engine on a lost node that is not deleted yet",
+        observed(
+            finish_job(conditions=job_condition("Complete")),
+            pods=[on_lost_node(pod("generation", container={"ready": True})), *finished(0, ENDED_WELL)],
+        ),
+        "Finishing",
+        ["SuccessCriteriaMet=True/TrajectoriesDone"],
+        "8 trajectories are stored, 0 failed",
+        FINISHING,
+    ),
+    Row(
         "complete",
         observed(finish_job(conditions=job_condition("Complete")), pods=finished(0, ENDED_WELL)),
         "Succeeded",

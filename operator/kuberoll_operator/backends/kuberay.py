@@ -16,6 +16,7 @@ from kuberoll_operator.backends.pods import (
     any_active,
     diagnose,
     first_problem,
+    holds_any,
     owner_problem,
     pods_of,
     redact,
@@ -123,7 +124,7 @@ class KubeRay:
             message=found.message if found else "",
             repeats=found is not None and found.repeats,
             refused=_refused(status) or refusal(pods, "generation"),
-            released=live is None and not any_active(pods),
+            released=live is None and not holds_any(pods),
             # A status from before the last change describes the old state, and does so for a few seconds after the
             # change.
             stable=full and live is not None and _is_seen(live, status),

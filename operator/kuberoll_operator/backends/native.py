@@ -14,9 +14,9 @@ from kuberoll_operator import names
 from kuberoll_operator.backends import autoscaling
 from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.backends.pods import (
-    any_active,
     diagnose,
     first_problem,
+    holds_any,
     owner_problem,
     pod_creation_problem,
     pods_of,
@@ -113,7 +113,7 @@ class Native:
             message=found.message if found else "",
             repeats=found is not None and found.repeats,
             refused=refusal(pods, "generation"),
-            released=not any(observed.get(item.kind, item.name) for item in _owner_refs(job)) and not any_active(pods),
+            released=not any(observed.get(item.kind, item.name) for item in _owner_refs(job)) and not holds_any(pods),
             note="; ".join(filter(None, (load, _unpaid(job, scale)))),
         )
 

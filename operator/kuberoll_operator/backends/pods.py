@@ -198,6 +198,15 @@ def is_running(pod: Mapping[str, Any]) -> bool:
     return (pod.get("status") or {}).get("phase") == "Running" and not is_lost(pod)
 
 
+def holds_any(pods: Iterable[Object]) -> bool:
+    """True if one of these pods holds resources that others could use.
+
+    One that is being deleted and whose node does not answer does not: nobody says its end, and nothing else can run
+    there before the node is back, which then ends it.
+    """
+    return any_active(pod for pod in pods if not (is_lost(pod) and pod["metadata"].get("deletionTimestamp")))
+
+
 def describe_lost(pods: Iterable[Object]) -> str:
     """What is known of the lost ones among pods; empty if there are none."""
     lost = [pod for pod in pods if is_lost(pod)]
