@@ -116,6 +116,7 @@ def signs_of(pod: str, reason: str, message: str) -> Signs:
     return Signs(events={("Pod", pod): [ClusterEvent("Warning", reason, message, stamp(9))]}, time=at(60))
 
 
+ANSWERS = pod("generation", container={"ready": True}, conditions=[{"type": "Ready", "status": "True"}])
 MULTI_ATTACH = signs_of("puzzle-workers-1", "FailedAttachVolume", 'Multi-Attach error for volume "v" Volume is in use')
 PULLING = signs_of("puzzle-workers-1", "Pulling", 'Pulling image "x:1"')
 
@@ -220,6 +221,26 @@ ROWS = [
         "Starting",
         ["GenerationReady=False/Starting"],
         "0 of 2",
+        BEGUN,
+    ),
+    Row(
+        "just scaled, numbers of an older generation, and a pod that goes on",
+        observed(
+            deployment(2, observedGeneration=0),
+            workers_job(active=2),
+            pods=[ANSWERS, leaving(born(ANSWERS, 1)), pod("workers", shard=0)],
+        ),
+        "Running",
+        ["GenerationReady=True/Ready", "WorkersReady=True/Running"],
+        "1 of 2",
+        WITH_WORKERS,
+    ),
+    Row(
+        "pods of an older generation do not make it ready",
+        observed(deployment(2, observedGeneration=0), pods=[ANSWERS, ANSWERS]),
+        "Starting",
+        ["GenerationReady=False/Starting"],
+        "",
         BEGUN,
     ),
     Row(

@@ -17,13 +17,14 @@ from kuberoll_operator.backends.pods import (
     diagnose,
     first_problem,
     holds_any,
+    is_leader,
     owner_problem,
     pod_creation_problem,
     pods_of,
     refusal,
     shard_of,
 )
-from kuberoll_operator.model import Object, Observed, Ref
+from kuberoll_operator.model import Object, Observed, Ref, is_true, status_of
 from kuberoll_operator.placement import PlacementError, place, placement_problem
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import (
@@ -96,9 +97,9 @@ class Native:
         load = "" if isinstance(scale, int) else autoscaling.describe(scale, load_of(observed))
         pods = pods_of(observed.pods, names.GENERATION)
         status = live.get("status", {}) if live else {}
-        # Numbers of an older generation may count pods that are being deleted.
+        # Numbers of an older generation may count pods that are being deleted; then pods say themselves who answers.
         current = live is not None and status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
-        ready = min(desired, int(status.get("readyReplicas", 0))) if current else 0
+        ready = int(status.get("readyReplicas", 0)) if current else sum(map(_answers, pods if live else ()))
         found = first_problem(
             (
                 diagnose(pods, "generation", observed.signs),
@@ -107,15 +108,21 @@ class Native:
             )
         )
         return GenerationState(
-            ready=ready,
+            ready=min(desired, ready),
             desired=desired,
             reason=found.reason if found else Reason.STARTING,
             message=found.message if found else "",
             repeats=found is not None and found.repeats,
             refused=refusal(pods, "generation"),
             released=not any(observed.get(item.kind, item.name) for item in _owner_refs(job)) and not holds_any(pods),
+            stable=current,
             note="; ".join(filter(None, (load, _unpaid(job, scale)))),
         )
+
+
+def _answers(pod: Object) -> bool:
+    """True if a pod answers for its replica, and is not to end."""
+    return is_leader(pod) and is_true(status_of(pod), "Ready") and not pod["metadata"].get("deletionTimestamp")
 
 
 def _owner_refs(job: RolloutJob) -> Sequence[Ref]:
