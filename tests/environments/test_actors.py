@@ -14,8 +14,8 @@ import pytest
 
 from kuberoll_workers.adapters.nemo_rl.actors import MAX_ABANDONED_CALLS, ActorExecutor, executor_for
 from kuberoll_workers.environments.batches import StepBatch
+from kuberoll_workers.environments.inline import CoroutineExecutor, InlineExecutor
 from kuberoll_workers.environments.interface import EnvironmentReturn, UnusableRow
-from kuberoll_workers.environments.isolation import CoroutineExecutor, InlineExecutor
 from kuberoll_workers.environments.outcome import RowFault, StepOutcome, StepRaised, StepTimedOut
 from kuberoll_workers.environments.runner import EnvironmentRunner
 

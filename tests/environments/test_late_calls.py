@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from kuberoll_workers.environments.batches import StepBatch
+from kuberoll_workers.environments.inline import MAX_ABANDONED_THREADS
 from kuberoll_workers.environments.interface import EnvironmentReturn
-from kuberoll_workers.environments.isolation import MAX_ABANDONED_THREADS, make_executor
+from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome, StepRaised, StepTimedOut
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kuberoll_workers.data.prompts import SampleGroup
+from kuberoll_workers.environments.inline import CoroutineExecutor
 from kuberoll_workers.environments.interface import EnvironmentReturn
-from kuberoll_workers.environments.isolation import CoroutineExecutor
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult

@@ -17,6 +17,7 @@ from kuberoll_workers.data.tool_calls import message_fields, parse_tool_calls
 from kuberoll_workers.data.tracebacks import Traceback
 from kuberoll_workers.dataset.rows import Row
 from kuberoll_workers.environments.batches import Batch, CloseBatch, GroupBatch, ResetBatch, StepBatch, StepItem
+from kuberoll_workers.environments.executor import Executor
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import (
     ChatMessage,
@@ -27,7 +28,6 @@ from kuberoll_workers.environments.interface import (
     GroupMember,
     GroupScore,
 )
-from kuberoll_workers.environments.isolation import Executor
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome
 from kuberoll_workers.environments.registry import UnusableEnvironment
 

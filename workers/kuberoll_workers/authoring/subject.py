@@ -17,8 +17,9 @@ from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.tracebacks import traceback_of
 from kuberoll_workers.dataset.reading import read_rows
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_row
+from kuberoll_workers.environments.executor import Executor
 from kuberoll_workers.environments.interface import EnvironmentInterface, ScoringCase
-from kuberoll_workers.environments.isolation import Executor, make_executor
+from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import EnvironmentFault
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import (

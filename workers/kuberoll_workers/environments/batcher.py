@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kuberoll_workers.environments.batches import AnyBatch, ResetBatch
-from kuberoll_workers.environments.isolation import Executor
+from kuberoll_workers.environments.executor import Executor, SparingExecutor
 from kuberoll_workers.environments.outcome import EnvironmentFault, EpisodeLost, StepTimedOut
-from kuberoll_workers.environments.processes import ProcessExecutor
 
 PATIENCE_SECONDS = 1.0
 """Minimum duration of a call before others stop waiting for it."""
@@ -72,7 +71,7 @@ class Batcher:
 
     def __init__(self, executor: Executor, *, max_batch: int) -> None:
         self._executor = executor
-        self._spares = executor if isinstance(executor, ProcessExecutor) and executor.spare else None
+        self._spares = executor if isinstance(executor, SparingExecutor) and executor.spare else None
         self._max_batch = max_batch
         self._waiting: deque[_Waiting] = deque()
         # Episodes of calls that failed, which are called alone to find out which of them is at fault.
@@ -141,7 +140,7 @@ class Batcher:
             return self._max_batch
         return max(1, min(self._max_batch, int(_SHARE_OF_LIMIT * self._executor.timeout / self._each)))
 
-    def _dispatch_suspects(self, spares: ProcessExecutor) -> None:
+    def _dispatch_suspects(self, spares: SparingExecutor) -> None:
         while self._suspects and self._spares_used() < spares.spare:
             if batch := _taken(self._suspects, 1):
                 self._start(_Call(batch, spare=True, limit=self._patience(spares)))
@@ -179,7 +178,7 @@ class Batcher:
                 assert self._spares is not None
                 call.stalled = self._spares_used() < self._spares.spare
 
-    def _patience(self, spares: ProcessExecutor) -> float:
+    def _patience(self, spares: SparingExecutor) -> float:
         usual = _PATIENCE_FACTOR * self._longest if self._longest else _FIRST_PATIENCE * spares.timeout
         return min(spares.timeout, max(PATIENCE_SECONDS, usual))
 

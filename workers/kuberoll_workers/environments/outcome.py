@@ -14,7 +14,6 @@ from kuberoll_workers.data.tool_calls import in_order_of_calls
 from kuberoll_workers.data.tools import InvalidTools, Tool, checked_tools
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.interface import ChatMessage, EpisodeStart, GroupScore, Metadata, UnusableRow
-from kuberoll_workers.environments.tools import called_tool
 
 MAX_TEXT = 1 << 20
 """Maximum length of an observation, and of an answer, in characters."""
@@ -33,6 +32,9 @@ MAX_STOP = 4096
 
 SHUTDOWN_SECONDS = 10.0
 """Time limit of an environment's `shutdown`."""
+
+# A method that `tools.Function.__call__` calls.
+_CALLED = re.compile(r'environments/tools\.py", line \d+, in __call__\n  File ".*", line \d+, in (\w+)')
 
 # Halfway between the largest float32 and the next power of two: from here on, rounding gives infinity.
 _BEYOND_FLOAT32 = (2 - 2**-24) * 2.0**127
@@ -299,7 +301,7 @@ def timed_out(seconds: float, method: str, stack: Traceback | None) -> StepTimed
     Args:
         stack: The calls that it is in; None if they are unknown.
     """
-    tool = None if stack is None else called_tool(stack)
+    tool = None if stack is None else _called_tool(stack)
     where = f", in the tool {tool!r}" if tool else ""
     return StepTimedOut(timeout_message(seconds, method) + where, stack)
 
@@ -468,3 +470,9 @@ def _number(index: int, name: str, value: Any) -> float:
         raise StepInvalid(f"{where} is {repr_of(value)}; it must be a number") from None
     check_reward(number, where)
     return number
+
+
+def _called_tool(stack: Traceback) -> str | None:
+    """Name of the tool that was being called; None if it was none."""
+    found = _CALLED.search(stack.text)
+    return None if found is None else found[1]

@@ -12,6 +12,7 @@ from typing import Any
 
 from kuberoll_workers.environments.batcher import Batcher
 from kuberoll_workers.environments.batches import CloseBatch, GroupBatch, ResetBatch, StepBatch, StepItem
+from kuberoll_workers.environments.executor import Executor
 from kuberoll_workers.environments.hooks import NO_HOOKS, Hooks
 from kuberoll_workers.environments.interface import (
     ChatMessage,
@@ -23,7 +24,6 @@ from kuberoll_workers.environments.interface import (
     GroupScore,
     Metadata,
 )
-from kuberoll_workers.environments.isolation import Executor
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome
 
 CLOSE_SECONDS = 30.0

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import json
-import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -16,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from kuberoll_workers.data.plain import repr_of
 from kuberoll_workers.data.tool_calls import in_order_of_calls
 from kuberoll_workers.data.tools import Tool
-from kuberoll_workers.data.tracebacks import Traceback
 from kuberoll_workers.environments.interface import (
     ChatMessage,
     EnvironmentInterface,
@@ -31,8 +29,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MARK = "__kuberoll_tool__"
 _STATE = "state"
 _MAX_ERRORS = 8
-# The call after `Function.__call__`.
-_CALLED = re.compile(rf'File "{re.escape(__file__)}", line \d+, in __call__\n  File ".*", line \d+, in (\w+)')
 
 
 class ToolError(Exception):
@@ -205,12 +201,6 @@ def unreadable_answer(call: Mapping[str, Any]) -> dict[str, str]:
         "tool_call_id": call["id"],
         "content": f"Error: this call cannot be read: {call['error']}",
     }
-
-
-def called_tool(stack: Traceback) -> str | None:
-    """Name of the tool that was being called; None if it was none."""
-    found = _CALLED.search(stack.text)
-    return None if found is None else found[1]
 
 
 def _marked(kind: type) -> list[str]:

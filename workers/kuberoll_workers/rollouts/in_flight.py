@@ -8,7 +8,7 @@ from types import TracebackType
 
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import DroppedRecord, DropReason, FailureRecord, TrajectoryRecord
-from kuberoll_workers.environments.isolation import is_cancelled
+from kuberoll_workers.environments.executor import is_cancelled
 from kuberoll_workers.rollouts.failures import TrajectoryFailed, failure_of
 from kuberoll_workers.rollouts.trajectory import PrefixBroken, Trajectory
 from kuberoll_workers.telemetry import EnvironmentMetrics

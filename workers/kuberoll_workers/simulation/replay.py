@@ -18,9 +18,9 @@ from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.environments.batches import Batch
+from kuberoll_workers.environments.executor import Executor
 from kuberoll_workers.environments.hooks import NO_HOOKS, Hooks
 from kuberoll_workers.environments.interface import ChatMessage, Metadata
-from kuberoll_workers.environments.isolation import Executor
 from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters

@@ -12,14 +12,9 @@ from typing import Any, TypeVar
 
 from kuberoll_workers.data.tracebacks import Traceback, parse_traceback
 from kuberoll_workers.environments.batches import Batch
+from kuberoll_workers.environments.executor import Executor, is_cancelled
 from kuberoll_workers.environments.hooks import NO_HOOKS, Hooks
-from kuberoll_workers.environments.isolation import (
-    CoroutineExecutor,
-    Executor,
-    InlineExecutor,
-    is_cancelled,
-    with_any_metadata,
-)
+from kuberoll_workers.environments.inline import CoroutineExecutor, InlineExecutor, with_any_metadata
 from kuberoll_workers.environments.outcome import (
     EnvironmentFault,
     StepRaised,

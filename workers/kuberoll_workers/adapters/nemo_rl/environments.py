@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from kuberoll_workers.adapters.nemo_rl.actors import executor_for
-from kuberoll_workers.environments.isolation import Executor
+from kuberoll_workers.environments.executor import Executor
 from kuberoll_workers.environments.runner import EnvironmentRunner
 
 

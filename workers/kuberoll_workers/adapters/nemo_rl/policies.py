@@ -14,7 +14,7 @@ from kuberoll_workers.adapters.nemo_rl.actors import ray_cause
 from kuberoll_workers.adapters.nemo_rl.calls import CallerContext
 from kuberoll_workers.adapters.nemo_rl.responses import Prompts, Response, collect, generation_batch, read_responses
 from kuberoll_workers.data.messages import LOGPROB_TYPE, TOKEN_TYPE
-from kuberoll_workers.environments.isolation import DaemonThread
+from kuberoll_workers.environments.inline import DaemonThread
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
     GenerationResult,
