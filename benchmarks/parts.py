@@ -17,6 +17,7 @@ from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.settings import RolloutSettings
+from kuberoll_workers.rollouts.turn_player import TurnSink
 from kuberoll_workers.telemetry import RolloutMetrics
 
 TASK = "instant"
@@ -127,7 +128,14 @@ def samples(count: int, turns: int, *, prompt: int = 100) -> list[Sample]:
 
 
 @asynccontextmanager
-async def rollout_of(policy: Any, environment: Any, **settings: Any) -> AsyncIterator[Rollout]:
+async def rollout_of(
+    policy: Any,
+    environment: Any,
+    *,
+    turn_sink: TurnSink | None = None,
+    metrics: RolloutMetrics | None = None,
+    **settings: Any,
+) -> AsyncIterator[Rollout]:
     """A rollout with metrics and all, as in a worker."""
     runner = EnvironmentRunner(
         make_executor(lambda: environment, isolation="Inline", processes=1, timeout=600), max_batch=256
@@ -139,7 +147,8 @@ async def rollout_of(policy: Any, environment: Any, **settings: Any) -> AsyncIte
             environments={TASK: runner},
             tokenizer=InstantTokenizer(),
             settings=RolloutSettings(sampling=SamplingParameters(max_tokens=100_000), **values),
-            metrics=RolloutMetrics("benchmark"),
+            metrics=metrics or RolloutMetrics("benchmark"),
+            turn_sink=turn_sink,
         )
     finally:
         await runner.close()

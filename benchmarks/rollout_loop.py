@@ -41,11 +41,14 @@ async def microseconds_per_turn(scheduling: Scheduling, count: int, turns: int, 
     async with (
         turn_log() as log,
         rollout_of(
-            InstantPolicy(TOKENS), InstantEnvironment(), scheduling=scheduling, max_turns=turns, concurrency=count
+            InstantPolicy(TOKENS),
+            InstantEnvironment(),
+            scheduling=scheduling,
+            max_turns=turns,
+            concurrency=count,
+            turn_sink=log.append if journaled else None,
         ) as rollout,
     ):
-        if journaled:
-            rollout.turn_sink = log.append
         began = time.process_time()
         await run_rollout(rollout, given, sink)
         seconds = time.process_time() - began

@@ -55,9 +55,13 @@ async def seconds_per_turn(metrics: RolloutMetrics, scheduling: Scheduling, coun
 
     given = samples(count, turns)
     async with rollout_of(
-        InstantPolicy(TOKENS), InstantEnvironment(), scheduling=scheduling, max_turns=turns, concurrency=count
+        InstantPolicy(TOKENS),
+        InstantEnvironment(),
+        scheduling=scheduling,
+        max_turns=turns,
+        concurrency=count,
+        metrics=metrics,
     ) as rollout:
-        rollout._metrics = metrics
         watching = asyncio.create_task(metrics.watch_event_loop())
         began = time.process_time()
         await run_rollout(rollout, given, sink)

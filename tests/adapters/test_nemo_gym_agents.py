@@ -15,10 +15,10 @@ from aiohttp import web
 from kuberoll_api.model.environments import Environment
 from kuberoll_workers.adapters.http import ServerError
 from kuberoll_workers.adapters.nemo_gym_agents import agents_of, chosen_agent
+from kuberoll_workers.adapters.nemo_gym_player import player_of
 from kuberoll_workers.data.prompts import AgentRow
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.environments import UnusableRow, create
-from kuberoll_workers.rollouts.agents import AgentSettings
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from tests.rollouts import fakes
 from tests.rollouts.test_gym_agents import LINEAR, ROW, answer_of
@@ -115,8 +115,7 @@ async def roll(url: str, count: int = 1, *, named: bool = True, **settings: Any)
         results.append(result)
 
     async with fakes.runners({"env": create(spec)}, step_seconds=spec.call_seconds) as made:
-        agents = {"env": AgentSettings(seconds=spec.call_seconds, sessions=False)}
-        await run_rollout(fakes.rollout_of(made, agents=agents, **settings), samples, sink)
+        await run_rollout(fakes.rollout_of(made, players={"env": player_of(spec)}, **settings), samples, sink)
     return results
 
 

@@ -17,8 +17,8 @@ from kuberoll_workers.analysis.export.views import token_view
 from kuberoll_workers.analysis.paths import paths
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.players.session_trajectories import agent_trajectory
 from kuberoll_workers.policy.agent_sessions import ClosedSession
-from kuberoll_workers.rollouts.agents import agent_trajectory
 from kuberoll_workers.serving.openai_api.continuation import Texts
 from kuberoll_workers.serving.sessions.store import Sessions
 from kuberoll_workers.serving.sessions.trajectories import trajectories

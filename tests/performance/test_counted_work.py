@@ -32,10 +32,13 @@ async def play(journal: TurnLog | None) -> None:
         assert result.turn_count == TURNS
 
     async with rollout_of(
-        InstantPolicy(64), InstantEnvironment(), scheduling="Concurrent", max_turns=TURNS, concurrency=TRAJECTORIES
+        InstantPolicy(64),
+        InstantEnvironment(),
+        scheduling="Concurrent",
+        max_turns=TURNS,
+        concurrency=TRAJECTORIES,
+        turn_sink=None if journal is None else journal.append,
     ) as rollout:
-        if journal is not None:
-            rollout.turn_sink = journal.append
         await run_rollout(rollout, samples(TRAJECTORIES, TURNS), sink)
 
 

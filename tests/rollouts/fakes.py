@@ -170,8 +170,8 @@ async def runners(environments: Mapping[str, Any], *, step_seconds: float = 30.0
 
 
 def rollout_of(made: Mapping[str, EnvironmentRunner], *, policy: Any = None, **changes: Any) -> Rollout:
-    """A rollout of fakes; `changes` are settings, or `agents`, `metrics`, `observations`, `turn_sink`."""
-    parts = {name: changes.pop(name) for name in ("agents", "metrics", "observations", "turn_sink") if name in changes}
+    """A rollout of fakes; `changes` are settings, or `metrics`, `observations`, `players`, `turn_sink`."""
+    parts = {name: changes.pop(name) for name in ("metrics", "observations", "players", "turn_sink") if name in changes}
     return Rollout(
         policy=policy or ScriptedPolicy(),
         environments=made,

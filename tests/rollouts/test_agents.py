@@ -22,11 +22,12 @@ from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.output.parquet import read_parquet, write_parquet
+from kuberoll_workers.players.session_trajectories import agent_trajectory
+from kuberoll_workers.players.sessions import player_of
 from kuberoll_workers.policy.agent_sessions import ClosedSession, SessionMessage, SessionPath, SessionTiming
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.routing.discovery import StaticDiscovery
 from kuberoll_workers.policy.routing.router import RoutedPolicy
-from kuberoll_workers.rollouts.agents import AgentSettings, agent_trajectory
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
@@ -79,7 +80,7 @@ class Fleet:
                     tokenizer=self.tokenizer,
                     settings=fakes.settings(**changes),
                     metrics=metrics,
-                    agents={"env": AgentSettings(seconds=spec.call_seconds)},
+                    players={"env": player_of(spec)},
                 )
                 await run_rollout(rollout, samples, sink)
         finally:

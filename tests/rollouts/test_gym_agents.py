@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_workers.adapters.nemo_gym_rollouts import GymAnswer, gym_request, gym_trajectory
 from kuberoll_workers.analysis.export.nemo_gym import rollout_of_record, with_tokens
 from kuberoll_workers.data.prompts import AgentRow, Sample
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.environments.outcome import RowFault, StepInvalid, StepOutcome
 from kuberoll_workers.policy.interface import SamplingParameters
-from kuberoll_workers.rollouts.gym_agents import GymAnswer, gym_request, gym_trajectory
 from tests.rollouts import fakes
 
 ROW: dict[str, Any] = {

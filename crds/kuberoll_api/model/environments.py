@@ -333,6 +333,13 @@ class Environment(Model):
         return AGENT_TYPE, None, {"agent": agent, "config": self.config, "variables": [*self.access.variables]}
 
     @property
+    def player(self) -> str | None:
+        """Name of the plug-in that plays its trajectories; None: the loop plays them turn by turn."""
+        if self.agent is None:
+            return None
+        return "sessions" if self.has_sessions else "nemo_gym"
+
+    @property
     def has_sessions(self) -> bool:
         """True if it is an agent whose trajectories are sessions of the policy."""
         return self.agent is not None and self.agent.nemo_gym is None

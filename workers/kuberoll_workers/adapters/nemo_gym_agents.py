@@ -14,6 +14,8 @@ from ruamel.yaml.error import YAMLError
 from kuberoll_api.model.agents import Agent, GymAgents
 from kuberoll_workers.adapters.http import CONNECT_SECONDS, Answer, ServerError, Unreachable, get, patiently, post
 from kuberoll_workers.adapters.nemo_gym_aggregates import Results, metrics_of, results_by_agent
+from kuberoll_workers.adapters.nemo_gym_results import reported_failure, reward_of
+from kuberoll_workers.adapters.nemo_gym_rollouts import GymAnswer, GymRequest
 from kuberoll_workers.data.gym_requests import AGENT, agent_ref
 from kuberoll_workers.environments.agents.environment import within
 from kuberoll_workers.environments.interface import (
@@ -23,8 +25,6 @@ from kuberoll_workers.environments.interface import (
     Metadata,
     UnusableRow,
 )
-from kuberoll_workers.rollouts.gym_agents import GymAnswer, GymRequest
-from kuberoll_workers.rollouts.gym_results import reported_failure, reward_of
 
 _CONFIG: Final = "global_config_dict_yaml"
 _AGENTS: Final = "responses_api_agents"

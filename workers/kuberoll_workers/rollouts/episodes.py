@@ -14,6 +14,7 @@ from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.environments.interface import ChatMessage, EndReason, Episode, EpisodeStart
 from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.rollouts.attempts import StartOver
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
 from kuberoll_workers.rollouts.in_flight import InFlight
 from kuberoll_workers.rollouts.settings import RolloutSettings
@@ -25,10 +26,6 @@ MAX_RECOVERIES = 32
 
 _MOST_NAMED = 10
 _log = logging.getLogger(__name__)
-
-
-class StartOver(Exception):
-    """The trajectory's episode is lost, and its environment cannot restore it: the trajectory starts over."""
 
 
 class Episodes:

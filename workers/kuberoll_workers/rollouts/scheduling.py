@@ -169,13 +169,7 @@ class _Run:
 
     async def _play_in_step(self, group: GroupRun, flight: InFlight, phases: _Phases) -> None:
         try:
-            async with flight:
-                await self._rollout.begin(flight)
-                while not flight.is_over:
-                    await self._rollout.generate(flight)
-                    await phases.arrive()
-                    await self._rollout.step(flight)
-                    await phases.arrive()
+            await self._rollout.play(flight, phases.arrive)
         except asyncio.CancelledError:
             self._report(flight)
             raise

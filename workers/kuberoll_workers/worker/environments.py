@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
+from kuberoll_api import plugins
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.policy_access import POLICY_VARIABLES
@@ -20,6 +21,7 @@ from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.served_models import ServedModel, service_variables
+from kuberoll_workers.rollouts.player import PlayerFactory
 from kuberoll_workers.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -124,6 +126,15 @@ def check_environment(job: RolloutJob, name: str, *, protected: Sequence[str]) -
         return _on_servers(spec, patience=_START_PATIENCE).info.hooks
     made = isolated_environment_factory(job, protected=protected)(name)
     return made.check() if isinstance(made, ProcessEnvironment) else Hooks.of(made)
+
+
+def players_of(job: RolloutJob) -> dict[str, PlayerFactory]:
+    """The players of the job's environments that are not played turn by turn, by name."""
+    return {
+        spec.name: plugins.load(plugins.PLAYERS, spec.player)(spec)
+        for spec in job.spec.environments
+        if spec.player is not None
+    }
 
 
 def environments_policy(config: WorkerConfig) -> ServedModel | None:

@@ -22,7 +22,6 @@ from kuberoll_workers.policy.interface import Policy
 from kuberoll_workers.policy.outage import RemotePolicy
 from kuberoll_workers.policy.readiness import OutageLimit, while_answering
 from kuberoll_workers.rollouts.admission import Drain, SampleAdmission
-from kuberoll_workers.rollouts.agents import AgentSettings
 from kuberoll_workers.rollouts.failure_log import FailureLog
 from kuberoll_workers.rollouts.groups import Result
 from kuberoll_workers.rollouts.rollout import Rollout
@@ -38,6 +37,7 @@ from kuberoll_workers.worker.environments import (
     isolated_environment_factory,
     local_paths,
     open_environments,
+    players_of,
 )
 from kuberoll_workers.worker.settings import (
     count_abandoned,
@@ -202,11 +202,7 @@ async def run_worker(
             metrics=metrics,
             observations=observation_template(job, tokenizer),
             turn_sink=store.turn if store.logs else None,
-            agents={
-                spec.name: AgentSettings(seconds=spec.call_seconds, sessions=spec.has_sessions)
-                for spec in job.spec.environments
-                if spec.agent is not None
-            },
+            players=players_of(job),
         )
         results, before, failure_log = 0, progress.results, failures or FailureLog()
 

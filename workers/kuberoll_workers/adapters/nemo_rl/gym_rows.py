@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kuberoll_workers.adapters.nemo_rl.message_logs import TOKEN_IDS, MessageLog, token_ids_of
-from kuberoll_workers.environments.outcome import StepInvalid
-from kuberoll_workers.rollouts.gym_results import (
+from kuberoll_workers.adapters.nemo_gym_results import (
     check_components,
     is_cut,
     reported_failure,
     reward_components,
     reward_of,
 )
+from kuberoll_workers.adapters.nemo_rl.message_logs import TOKEN_IDS, MessageLog, token_ids_of
+from kuberoll_workers.environments.outcome import StepInvalid
 
 if TYPE_CHECKING:
     import torch

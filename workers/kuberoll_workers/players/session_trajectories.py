@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from array import array
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, message_of, token_array
@@ -13,95 +12,23 @@ from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import Branch, StopReason, Timing
 from kuberoll_workers.data.sampling import Distribution, listed
 from kuberoll_workers.data.tool_calls import call_id
-from kuberoll_workers.environments.agents.request import AgentRequest
 from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.policy.agent_sessions import (
-    AgentSession,
     ClosedSession,
     SessionMessage,
     SessionPath,
-    SessionSettings,
 )
 from kuberoll_workers.policy.interface import GenerationResult
-from kuberoll_workers.rollouts.settings import RolloutSettings, sampling_of
+from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.trajectory import Trajectory
-from kuberoll_workers.telemetry import EnvironmentMetrics
 
 _SPARE_SECONDS: Final = 600.0
 # The window and the turns are the session's business: what was sampled is kept whole.
 _UNBOUNDED: Final = 1 << 62
 
 
-class AgentSettings(NamedTuple):
-    """Settings of an environment that is an agent.
-
-    Attributes:
-        seconds: Maximum duration of an episode.
-        sessions: False if its trajectories are what agent servers of NeMo Gym answer, and not sessions.
-    """
-
-    seconds: float
-    sessions: bool = True
-
-
 class NothingSampled(Exception):
     """The agent made no call that was answered: there is nothing to learn from."""
-
-
-def session_settings(sample: Sample, settings: RolloutSettings, *, seconds: float) -> SessionSettings:
-    """Settings of the session of a sample's agent.
-
-    Args:
-        seconds: Maximum duration of its episode.
-    """
-    return SessionSettings(
-        # It is closed when the agent has ended; this is for a worker that is gone, whose sessions take places.
-        idle_seconds=min(86_400.0, seconds + _SPARE_SECONDS),
-        sampling=sampling_of(settings.sampling, sample.prompt.sampling),
-        seed=sample.seed,
-        max_calls=settings.max_turns,
-        max_sequence_length=settings.max_sequence_length,
-    )
-
-
-def agent_request(sample: Sample, session: AgentSession) -> dict[str, Any]:
-    """What the environment of a sample's agent is given: the row, and the session."""
-    prompt = sample.prompt
-    return AgentRequest(
-        id=f"{prompt.task_index}-{sample.rollout_index}-{sample.attempt}",
-        metadata=copy.deepcopy(prompt.metadata or {}),
-        tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
-        seed=sample.seed,
-        base_url=session.openai_base_url,
-        anthropic_base_url=session.anthropic_base_url,
-        token=session.token,
-        model=session.model,
-    ).encode()
-
-
-def record_agent(metrics: EnvironmentMetrics, trajectory: Trajectory) -> None:
-    """Count the calls of an agent's trajectory as turns; those of its branches as generated tokens only."""
-    messages = trajectory.messages
-    _record_responses(metrics, messages, [place for place, message in enumerate(messages) if message.sampled])
-    for index in range(trajectory.complete_turns):
-        _, *observed = trajectory.turn_messages(index)
-        metrics.record_turn(
-            index + 1,
-            waiting_seconds=0.0,
-            generation_seconds=trajectory.generation_seconds[index],
-            environment_seconds=trajectory.environment_seconds[index],
-            observed=sum(len(messages[place].token_ids) for place in observed),
-        )
-    for branch in trajectory.branches or ():
-        _record_responses(metrics, branch.messages, branch.learn)
-
-
-def _record_responses(metrics: EnvironmentMetrics, messages: Sequence[Message], responses: Container[int]) -> None:
-    read = 0
-    for place, message in enumerate(messages):
-        if place in responses:
-            metrics.record_response(prompt=read, cached=0, generated=len(message.token_ids))
-        read += len(message.token_ids)
 
 
 def agent_trajectory(

@@ -10,16 +10,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from kuberoll_workers.data.call_prefixes import CallPrefixes, paths
-from kuberoll_workers.data.gym_requests import PARAMS, ROLLOUT, STATE, TASK, request_params
-from kuberoll_workers.data.prompts import Sample
-from kuberoll_workers.data.sampling import distribution_of
-from kuberoll_workers.environments.interface import ChatMessage
-from kuberoll_workers.environments.outcome import StepOutcome
-from kuberoll_workers.policy.agent_sessions import ClosedSession, SessionMessage, SessionPath, SessionTiming
-from kuberoll_workers.policy.interface import SamplingParameters
-from kuberoll_workers.rollouts.agents import agent_trajectory
-from kuberoll_workers.rollouts.gym_results import (
+from kuberoll_workers.adapters.nemo_gym_results import (
     GymCall,
     calls_of,
     chats_of,
@@ -30,6 +21,15 @@ from kuberoll_workers.rollouts.gym_results import (
     tool_calls_of,
     without_tokens,
 )
+from kuberoll_workers.data.call_prefixes import CallPrefixes, paths
+from kuberoll_workers.data.gym_requests import PARAMS, ROLLOUT, STATE, TASK, request_params
+from kuberoll_workers.data.prompts import Sample
+from kuberoll_workers.data.sampling import distribution_of
+from kuberoll_workers.environments.interface import ChatMessage
+from kuberoll_workers.environments.outcome import StepOutcome
+from kuberoll_workers.players.session_trajectories import agent_trajectory
+from kuberoll_workers.policy.agent_sessions import ClosedSession, SessionMessage, SessionPath, SessionTiming
+from kuberoll_workers.policy.interface import SamplingParameters
 from kuberoll_workers.rollouts.settings import RolloutSettings, sampling_of
 from kuberoll_workers.rollouts.trajectory import Trajectory
 

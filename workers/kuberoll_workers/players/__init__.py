@@ -1,0 +1,1 @@
+"""Ways of playing a trajectory beside the loop's own."""
