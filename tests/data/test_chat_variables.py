@@ -9,9 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from kuberoll_api.model.generation import ModelSource
+from kuberoll_workers.data.chat_observations import ChatTemplateObservations
 from kuberoll_workers.data.chat_template import template_variables
-from kuberoll_workers.data.observations import ChatTemplateObservations
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
+from kuberoll_workers.data.tokenization import TemplateRefused
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from tests.data.support import model, wrap
 
 CHAT = [{"role": "user", "content": "2+2?"}]

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from kuberoll_api.model.generation import ModelSource
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.data.observations import ChatTemplateObservations
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
+from kuberoll_workers.data.chat_observations import ChatTemplateObservations
+from kuberoll_workers.data.tokenization import TemplateRefused
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.worker.settings import job_tokenizer
 from tests.data.support import model
 

@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from kuberoll_workers.data.chat_observations import ChatTemplateObservations
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.data.observations import (
-    ChatTemplateObservations,
-    ObservationRefused,
-    RawObservations,
-)
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
+from kuberoll_workers.data.observations import ObservationRefused, RawObservations
+from kuberoll_workers.data.tokenization import TemplateRefused
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from tests.data.support import CHATML, NAMES, TINY, Model, byte_level, model, wrap
 from tests.examples import examples
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kuberoll_workers.data.observations import RawObservations
-from kuberoll_workers.data.tokenizer import LONG_TEXT
+from kuberoll_workers.data.tokenization import LONG_TEXT
 from kuberoll_workers.environments.interface import EnvironmentReturn, UnusableRow
 from kuberoll_workers.policy.interface import (
     GenerationRequest,

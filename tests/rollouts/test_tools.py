@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 import pytest
 
+from kuberoll_workers.data.chat_observations import ChatTemplateObservations
 from kuberoll_workers.data.messages import ExtendedMessage, token_array
-from kuberoll_workers.data.observations import ChatTemplateObservations
 from kuberoll_workers.data.prompts import Prompt, Sample, prompt_messages
 from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryRecord, TurnRecord, decode_line, encode_line
 from kuberoll_workers.data.tool_calls import ToolCalls, UnreadableCall, checked_call

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 import pytest_asyncio
 
+from kuberoll_workers.data.chat_observations import ChatTemplateObservations
 from kuberoll_workers.data.messages import ExtendedMessage, Message
-from kuberoll_workers.data.observations import ChatTemplateObservations
 from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
 from kuberoll_workers.data.record import DroppedRecord, TrajectoryRecord
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer

@@ -371,7 +371,8 @@ def _rendering(tokenizer: str | None, job: RolloutJob | None) -> Any:
 
     if tokenizer is None:
         return Rendering()
-    from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
+    from kuberoll_workers.data.tokenization import TemplateRefused
+    from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
     from kuberoll_workers.worker.settings import job_tokenizer, observation_template
 
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kuberoll_workers.data.messages import Message, chat_message, message_of, token_array
 from kuberoll_workers.data.record import Partial, TrajectoryKey, TrajectoryRecord
-from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.data.tokenization import Tokenizer
 from kuberoll_workers.data.tools import Tool
 
 

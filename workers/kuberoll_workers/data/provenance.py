@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -96,21 +95,6 @@ def model_source(directory: Path) -> str:
 def rendering_of(sources: Mapping[str, str], *, clock: str | None) -> bytes:
     """A key of everything beside the row and the environment that a prompt's ids and its responses depend on."""
     return _digest_of(orjson.dumps([sorted(sources.items()), clock]))
-
-
-def prompt_digest(rendering: bytes, sampling: bytes, token_ids: array[int]) -> str:
-    """Digest of what a trajectory begins with, 16 hexadecimal digits: with another one it must not be continued.
-
-    Args:
-        rendering: Of `rendering_of`.
-        sampling: The settings that its responses are sampled with.
-        token_ids: Ids of its prompt.
-    """
-    digest = hashlib.blake2b(rendering, digest_size=8)
-    digest.update(len(sampling).to_bytes(8, "little"))
-    digest.update(sampling)
-    digest.update(token_ids.tobytes())
-    return digest.hexdigest()
 
 
 class _Digest:

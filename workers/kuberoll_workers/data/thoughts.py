@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kuberoll_workers.data.messages import THOUGHTS
 
 if TYPE_CHECKING:
-    from kuberoll_workers.data.tokenizer import Tokenizer
+    from kuberoll_workers.data.tokenization import Tokenizer
 
 
 class Tags(NamedTuple):

@@ -15,7 +15,7 @@ from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.prompts import AgentRow, Prompt, Sample, SampleGroup, prompt_messages
 from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.data.shards import shard_of
-from kuberoll_workers.data.tokenizer import TemplateRefused, Tokenizer
+from kuberoll_workers.data.tokenization import TemplateRefused, Tokenizer
 from kuberoll_workers.dataset.gym_rows import names_agent, row_of_dataset, task_number
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition
 from kuberoll_workers.output.run_state import RunState

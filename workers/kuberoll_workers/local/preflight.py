@@ -13,7 +13,8 @@ from kuberoll_api.model import traits
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.traits import Traits
 from kuberoll_workers.data.provenance import MODEL, TOKENIZER, hub_commit, model_source, tokenizer_sources
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
+from kuberoll_workers.data.tokenization import TemplateRefused
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.data.tokenizer_files import model_directory, tokenizer_directory
 from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.inputs import InputSummary, scan

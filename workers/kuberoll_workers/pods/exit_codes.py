@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from kuberoll_api.contract import EXIT_FAILED, EXIT_REFUSED
 from kuberoll_workers.data.lasting import is_lasting
 from kuberoll_workers.data.record import RecordError
-from kuberoll_workers.data.tokenizer import TemplateRefused
+from kuberoll_workers.data.tokenization import TemplateRefused
 from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.environments.outcome import StepInvalid

@@ -13,9 +13,9 @@ from kuberoll_workers.policy.responses import check_ids
 from kuberoll_workers.rollouts.episodes import MAX_RECOVERIES
 from kuberoll_workers.rollouts.failures import failure_of
 from kuberoll_workers.rollouts.in_flight import InFlight
+from kuberoll_workers.rollouts.metrics import EnvironmentMetrics
 from kuberoll_workers.rollouts.player import Barrier, Parts
 from kuberoll_workers.rollouts.trajectory import Trajectory
-from kuberoll_workers.telemetry import EnvironmentMetrics
 
 
 class AgentLost(Exception):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kuberoll_workers.data.messages import chat_message
 from kuberoll_workers.data.prompts import Prompt, Sample, extended
-from kuberoll_workers.data.tokenizer import TemplateRefused, Tokenizer
+from kuberoll_workers.data.tokenization import TemplateRefused, Tokenizer
 from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.environments.interface import ChatMessage, EndReason, Episode, EpisodeStart
 from kuberoll_workers.environments.outcome import StepOutcome

@@ -10,8 +10,8 @@ from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import DroppedRecord, DropReason, FailureRecord, TrajectoryRecord
 from kuberoll_workers.environments.executor import is_cancelled
 from kuberoll_workers.rollouts.failures import TrajectoryFailed, failure_of
+from kuberoll_workers.rollouts.metrics import EnvironmentMetrics
 from kuberoll_workers.rollouts.trajectory import PrefixBroken, Trajectory
-from kuberoll_workers.telemetry import EnvironmentMetrics
 
 
 class InFlight:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.data.tokenization import Tokenizer
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import Policy
 from kuberoll_workers.rollouts.attempts import Attempts

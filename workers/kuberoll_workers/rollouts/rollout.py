@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from kuberoll_workers.data.observations import ObservationTemplate
 from kuberoll_workers.data.prompts import Sample, SampleGroup
-from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.data.tokenization import Tokenizer
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import Policy
 from kuberoll_workers.policy.routing.replica import SessionPolicy
@@ -15,10 +15,10 @@ from kuberoll_workers.rollouts import group_scores
 from kuberoll_workers.rollouts.attempts import Attempts
 from kuberoll_workers.rollouts.episodes import Episodes
 from kuberoll_workers.rollouts.in_flight import InFlight
+from kuberoll_workers.rollouts.metrics import EnvironmentMetrics, RolloutMetrics
 from kuberoll_workers.rollouts.player import Barrier, Parts, Player, PlayerFactory
 from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.turn_player import TurnPlayer, TurnSink
-from kuberoll_workers.telemetry import EnvironmentMetrics, RolloutMetrics
 
 
 class Rollout:

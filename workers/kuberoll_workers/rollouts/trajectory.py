@@ -21,8 +21,8 @@ from kuberoll_workers.data.messages import (
     message_of,
     token_array,
 )
+from kuberoll_workers.data.prompt_digest import prompt_digest
 from kuberoll_workers.data.prompts import Sample
-from kuberoll_workers.data.provenance import prompt_digest
 from kuberoll_workers.data.record import (
     Branch,
     DroppedRecord,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
 from kuberoll_workers.data.record import TurnRecord
 from kuberoll_workers.data.thoughts import ThoughtsReader
-from kuberoll_workers.data.tokenizer import LONG_TEXT
+from kuberoll_workers.data.tokenization import LONG_TEXT
 from kuberoll_workers.data.tool_calls import message_fields, parse_tool_calls
 from kuberoll_workers.environments.outcome import EnvironmentFault, EpisodeLost, StepInvalid, StepOutcome, StepTimedOut
 from kuberoll_workers.environments.runner import EnvironmentRunner

@@ -29,7 +29,8 @@ import msgspec
 
 from kuberoll_workers.data.lifetime import end_with_parent, watch_parent
 from kuberoll_workers.data.record import RecordError
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
+from kuberoll_workers.data.tokenization import TemplateRefused
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.environments.registry import UnusableEnvironment

@@ -5,14 +5,12 @@ from __future__ import annotations
 from datetime import datetime
 
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.data.observations import (
-    ChatTemplateObservations,
-    ObservationTemplate,
-    RawObservations,
-)
+from kuberoll_workers.data.chat_observations import ChatTemplateObservations
+from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
 from kuberoll_workers.data.sampling import Distribution
 from kuberoll_workers.data.shards import share
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
+from kuberoll_workers.data.tokenization import TemplateRefused
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.dataset.inputs import repeats_of
 from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.output.part_journal import PartLimits

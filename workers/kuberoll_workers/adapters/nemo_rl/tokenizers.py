@@ -11,7 +11,8 @@ import numpy
 
 from kuberoll_workers.adapters.nemo_rl.message_logs import token_ids_of
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from kuberoll_workers.data.tokenization import Tokenizer
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
     import torch

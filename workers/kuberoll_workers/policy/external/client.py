@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
-from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.data.tokenization import Tokenizer
 from kuberoll_workers.network.connections import tcp_connector
 from kuberoll_workers.policy.agent_sessions import AgentSession, SessionSettings
 from kuberoll_workers.policy.client import (

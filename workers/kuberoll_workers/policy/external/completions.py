@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
-from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.data.tokenization import Tokenizer
 from kuberoll_workers.policy.external.extensions import extensions, penalties
 from kuberoll_workers.policy.interface import (
     FinishReason,

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from kuberoll_workers.data.tokenization import Tokenizer
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.data.tokenizer_files import tokenizer_directory
 from kuberoll_workers.policy.interface import (
     EngineInfo,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from kuberoll_workers.data.thoughts import ThoughtsReader
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
+from kuberoll_workers.data.tokenization import TemplateRefused
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.data.tool_calls import parse_tool_calls
 from kuberoll_workers.data.tools import Tool, ToolCall
 from kuberoll_workers.policy.client import SESSION_HEADER
