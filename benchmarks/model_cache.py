@@ -27,13 +27,13 @@ SHAPE = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 1
 PROGRAM = """
 import asyncio, json, sys
 from kuberoll_api.contract import ServeArgs
-from kuberoll_workers.serving.engines.registry import ENGINES
+from kuberoll_workers.serving.engines.registry import engine_kind
 
 async def main():
     args = ServeArgs(
         model="me/tiny", tokenizer="me/tiny", revision="main", engine="VLLM", engine_args=json.loads(sys.argv[1])
     )
-    engine = ENGINES["VLLM"].make(args)
+    engine = engine_kind("VLLM").make(args)
     await engine.start()
     await engine.shutdown()
 

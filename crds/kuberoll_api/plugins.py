@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
+ENGINES = "kuberoll.engines"
+"""Engines behind the Serve app (`kuberoll_workers.serving.engines.registry`), by name."""
 PLAYERS = "kuberoll.players"
 """Ways of playing the trajectories of an environment (`kuberoll_workers.rollouts.player`), by name."""
 

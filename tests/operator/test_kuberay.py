@@ -19,9 +19,9 @@ from kuberoll_operator.placement import place
 from kuberoll_operator.plan import plan
 from kuberoll_operator.render import rayservice, seal
 from kuberoll_operator.status.job_status import compute_status
-from kuberoll_workers.policy.client import SESSION_HEADER
+from kuberoll_workers.policy.headers import SESSION_HEADER
 from kuberoll_workers.serving import app
-from kuberoll_workers.serving.engines.registry import placed_engine_args
+from kuberoll_workers.serving.engines.vllm_kind import placed_engine_args
 from kuberoll_workers.serving.ray_settings import serve_environment
 from tests.operator import support
 from tests.operator.support import at, child, condition, job, observed, pod, raw, terminated, unschedulable

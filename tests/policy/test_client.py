@@ -13,7 +13,8 @@ from aiohttp import web
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.agent_sessions import AgentSession
-from kuberoll_workers.policy.client import SESSION_HEADER, ServeClient
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.headers import SESSION_HEADER
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
     GenerationResult,

@@ -16,8 +16,9 @@ from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.policy import wire
-from kuberoll_workers.policy.client import SESSION_HEADER, Overloaded, Unreachable
+from kuberoll_workers.policy.client import Overloaded, Unreachable
 from kuberoll_workers.policy.external import ExternalClient, open_external
+from kuberoll_workers.policy.headers import SESSION_HEADER
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
     GenerationResult,

@@ -14,7 +14,8 @@ from aiohttp import web
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy import wire
-from kuberoll_workers.policy.client import COMMIT_HEADER, LOAD_HEADER, ServeClient
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.headers import COMMIT_HEADER, LOAD_HEADER
 from kuberoll_workers.policy.interface import (
     FatalRequest,
     GenerationRequest,

@@ -23,8 +23,9 @@ from kuberoll_workers.serving.app import (
     read_args,
     replica_gpus,
 )
-from kuberoll_workers.serving.engines.registry import ENGINES, placed_engine_args
+from kuberoll_workers.serving.engines.registry import engine_kind
 from kuberoll_workers.serving.engines.vllm_engine import check_argument_names, engine_arguments
+from kuberoll_workers.serving.engines.vllm_kind import placed_engine_args
 from kuberoll_workers.serving.host_config import requested_gpus
 from kuberoll_workers.serving.ray_settings import (
     HAPROXY_OPEN_FILES,
@@ -164,8 +165,8 @@ def test_gpus_of_a_replica(generation: dict[str, Any], gpus: float) -> None:
 
 
 def test_a_simulated_engine_takes_no_gpu() -> None:
-    assert not ENGINES["Simulated"].on_gpus()
-    assert ENGINES["Simulated"].missing() is None
+    assert not engine_kind("Simulated").on_gpus()
+    assert engine_kind("Simulated").missing() is None
 
 
 def test_weights_to_start_with_are_what_may_change_later() -> None:

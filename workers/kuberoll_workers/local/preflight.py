@@ -21,7 +21,7 @@ from kuberoll_workers.dataset.inputs import InputSummary, scan
 from kuberoll_workers.dataset.reading import DatasetError
 from kuberoll_workers.output.manifest import RunManifest
 from kuberoll_workers.output.run_directory import pinned_revision
-from kuberoll_workers.serving.engines.registry import ENGINES
+from kuberoll_workers.serving.engines.registry import engine_kind
 from kuberoll_workers.worker.environments import check_environment, isolated_environment_factory
 from kuberoll_workers.worker.settings import check_tools, job_tokenizer, observation_template
 
@@ -131,7 +131,7 @@ def check_model(job: RolloutJob, *, base: Path, earlier: RunManifest | None = No
 def _check_services(job: RolloutJob, base: Path) -> Iterator[ModelSource]:
     for number, service in enumerate(job.spec.services):
         field = f"spec.services[{number}]"
-        if (missing := ENGINES["VLLM"].missing()) is not None:
+        if (missing := engine_kind("VLLM").missing()) is not None:
             raise JobRefused(f"{field}: it is served by vLLM. {missing}")
         source, tokenizer = service.model.source, service.model.tokenizer or service.model.source
         yield ModelSource(
@@ -154,7 +154,7 @@ def _check_processes(job: RolloutJob) -> None:
 def _check_packages(job: RolloutJob) -> None:
     if job.spec.generation.backend == "External":
         return
-    if (missing := ENGINES[job.spec.generation.engine].missing()) is not None:
+    if (missing := engine_kind(job.spec.generation.engine).missing()) is not None:
         raise JobRefused(f"spec.generation.engine: {missing}")
 
 

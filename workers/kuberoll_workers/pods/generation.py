@@ -54,7 +54,7 @@ from kuberoll_workers.policy.auth import Tokens, take_tokens
 from kuberoll_workers.serving import controller
 from kuberoll_workers.serving.cached_models import hold_models
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
-from kuberoll_workers.serving.engines.registry import ENGINES
+from kuberoll_workers.serving.engines.registry import engine_kind
 from kuberoll_workers.serving.group import ADDRESS_VARIABLE, PodGroup, follow, pod_group
 from kuberoll_workers.serving.host import (
     Host,
@@ -213,7 +213,7 @@ def host_config(
 def _spread(job: RolloutJob) -> dict[str, Any]:
     """Arguments of a replica that spans pods: one GPU per bundle, as vLLM requires; the first has the replica's CPU."""
     generation = job.spec.generation
-    gpus = round(generation.gpus_per_replica or ENGINES[generation.engine].world_size(generation.engine_args))
+    gpus = round(generation.gpus_per_replica or engine_kind(generation.engine).world_size(generation.engine_args))
     return {"gpus": None, "bundles": [{"CPU": 1.0, "GPU": 1.0}, *({"GPU": 1.0} for _ in range(gpus - 1))]}
 
 

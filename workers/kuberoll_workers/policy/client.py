@@ -15,6 +15,7 @@ import msgspec
 from kuberoll_workers.network.connections import tcp_connector
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.agent_sessions import AgentSession, ClosedSession, SessionSettings
+from kuberoll_workers.policy.headers import COMMIT_HEADER, LOAD_HEADER, SESSION_HEADER
 from kuberoll_workers.policy.interface import (
     EngineInfo,
     GenerationRequest,
@@ -23,15 +24,6 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
 )
 from kuberoll_workers.policy.readiness import wait_until_ready
-
-SESSION_HEADER = "x-session-id"
-"""Requests with the same value go to the same replica, where their prefix is cached."""
-
-LOAD_HEADER = "x-kuberoll-load"
-"""Response header: the number of other requests that the replica was working on."""
-
-COMMIT_HEADER = "x-kuberoll-model-commit"
-"""Response header: the commit of the replica's model at the hub, if it has one."""
 
 _Body = TypeVar("_Body")
 

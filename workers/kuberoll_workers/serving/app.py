@@ -26,14 +26,14 @@ from kuberoll_api.contract import (
 from kuberoll_api.model.generation import Weights
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.auth import AccessDenied, authorize, take_tokens
-from kuberoll_workers.policy.client import COMMIT_HEADER, LOAD_HEADER
+from kuberoll_workers.policy.headers import COMMIT_HEADER, LOAD_HEADER
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.serving import controller
 from kuberoll_workers.serving.arrivals import Calls
 from kuberoll_workers.serving.bodies import BodyRefused, read_body
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
 from kuberoll_workers.serving.engines.pulse import EngineStalled
-from kuberoll_workers.serving.engines.registry import ENGINES
+from kuberoll_workers.serving.engines.registry import engine_kind
 from kuberoll_workers.serving.entrance import Entrance, Rules
 from kuberoll_workers.serving.executor import BoundedExecutor
 from kuberoll_workers.serving.openai_api import OpenAIRoutes
@@ -97,7 +97,7 @@ class GenerationServer:
         if self._tokens is None and self._args.tokens_required:
             raise ValueError(f"{', '.join(map(token_variable, SCOPES))}: not set, but this policy requires tokens")
         self._id = controller.current_replica_id()
-        self._engine = ENGINES[self._args.engine].make(self._args)
+        self._engine = engine_kind(self._args.engine).make(self._args)
         self._weights = LiveWeights(self._engine)
         application = self._args.application
         self._publications = Publications(RayStore(controller.store_prefix(application)))
@@ -375,7 +375,7 @@ def replica_gpus(args: ServeArgs, *, on_gpus: bool) -> float:
         return 0
     if args.bundles is not None:
         return sum(bundle.get("GPU", 0) for bundle in args.bundles)
-    return float(ENGINES[args.engine].world_size(args.engine_args)) if args.gpus is None else args.gpus
+    return float(engine_kind(args.engine).world_size(args.engine_args)) if args.gpus is None else args.gpus
 
 
 def max_replicas(args: ServeArgs) -> int:
@@ -433,5 +433,5 @@ def build(args: Mapping[str, Any]) -> Application:
     from ray import serve
 
     parsed = read_args(args)
-    options = deployment_options(parsed, gpus=replica_gpus(parsed, on_gpus=ENGINES[parsed.engine].on_gpus()))
+    options = deployment_options(parsed, gpus=replica_gpus(parsed, on_gpus=engine_kind(parsed.engine).on_gpus()))
     return serve.deployment(**options)(GenerationServer).bind(dict(args))

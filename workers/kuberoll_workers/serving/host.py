@@ -35,7 +35,7 @@ from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.serving import ray_head
 from kuberoll_workers.serving.app import build, max_replicas, replica_gpus
 from kuberoll_workers.serving.controller import start_serve
-from kuberoll_workers.serving.engines.registry import ENGINES
+from kuberoll_workers.serving.engines.registry import engine_kind
 from kuberoll_workers.serving.exit_watcher import ExitWatcher
 from kuberoll_workers.serving.group import OBJECT_STORE_BYTES, RAY_PORT, start_leader, wait_for_group
 from kuberoll_workers.serving.host_config import HostConfig
@@ -136,7 +136,7 @@ class Host:
         # Ray has replaced our handler by its own.
         signal.signal(signal.SIGTERM, exit_on_signal)
         # Serve would wait for missing GPUs for ever.
-        needed = replica_gpus(args, on_gpus=ENGINES[args.engine].on_gpus()) * replicas
+        needed = replica_gpus(args, on_gpus=engine_kind(args.engine).on_gpus()) * replicas
         available = ray.cluster_resources().get("GPU", 0)
         if needed > available:
             raise RuntimeError(

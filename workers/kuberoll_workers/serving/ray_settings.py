@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from kuberoll_workers.policy.client import SESSION_HEADER
+from kuberoll_workers.policy.headers import SESSION_HEADER
 from kuberoll_workers.serving.slow_clients import write_haproxy_launcher
 
 _PORTS: Sequence[int] = range(20_000, 30_000)

@@ -17,13 +17,7 @@ from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenization import Tokenizer
 from kuberoll_workers.network.connections import tcp_connector
 from kuberoll_workers.policy.agent_sessions import AgentSession, SessionSettings
-from kuberoll_workers.policy.client import (
-    SESSION_HEADER,
-    Overloaded,
-    ServeClient,
-    answering_within,
-    connection_errors,
-)
+from kuberoll_workers.policy.client import Overloaded, ServeClient, answering_within, connection_errors
 from kuberoll_workers.policy.external.completions import (
     BARE,
     EXTENDED,
@@ -31,6 +25,7 @@ from kuberoll_workers.policy.external.completions import (
     completion_result,
 )
 from kuberoll_workers.policy.external.sglang import generate_body, generate_result
+from kuberoll_workers.policy.headers import SESSION_HEADER
 from kuberoll_workers.policy.interface import (
     EngineInfo,
     GenerationRequest,

@@ -45,13 +45,15 @@ from kuberoll_workers.serving.engines.fetching import fetch, is_remote
 from kuberoll_workers.serving.engines.gloo_backend import BACKEND as GLOO
 from kuberoll_workers.serving.engines.imports import without_collection
 from kuberoll_workers.serving.engines.interface import OWN_VERSION, WeightsRefused
+from kuberoll_workers.serving.engines.prompt_scores import scores_prompts
 from kuberoll_workers.serving.engines.pulse import Pulse
 from kuberoll_workers.serving.engines.receiving import NotReceived, VLLMTransfers, WeightsReceiver
+from kuberoll_workers.serving.engines.registry import world_size
 from kuberoll_workers.serving.engines.revisions import pinned_revisions
 from kuberoll_workers.serving.engines.self_check import Report, SelfCheckFailed, different_arguments, failure_message
 from kuberoll_workers.serving.engines.spot_check import Response, SpotChecks, longest_for, response_of
 from kuberoll_workers.serving.engines.spot_metrics import SpotMetrics
-from kuberoll_workers.serving.engines.vllm_prober import PREFIX, prove, prove_response, scores_prompts
+from kuberoll_workers.serving.engines.vllm_prober import PREFIX, prove, prove_response
 from kuberoll_workers.serving.engines.worker_extensions import FOR_CPUS, FOR_TRANSFERS
 from kuberoll_workers.serving.root_cause import death_by_signal
 
@@ -171,11 +173,6 @@ def _stat_loggers() -> list[Any]:
 def _is_ray_actor() -> bool:
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
-
-
-def world_size(given: Mapping[str, Any]) -> int:
-    """Number of devices that one engine with these arguments uses."""
-    return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
 
 
 def check_argument_names(given: Mapping[str, Any], known: set[str]) -> None:

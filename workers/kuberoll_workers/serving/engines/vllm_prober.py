@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from kuberoll_workers.serving.engines.prompt_scores import scores_prompts
 from kuberoll_workers.serving.engines.self_check import (
     SHORT_TEXTS,
     SHORT_TOKENS,
@@ -49,14 +50,6 @@ def kind_of(settings: VllmConfig, *, cpu: bool) -> Kind:
         quantized=quantized,
         measured=cpu and not quantized and not model.is_moe,
     )
-
-
-def scores_prompts(settings: VllmConfig) -> bool:
-    """False if the log-probabilities of a prompt's tokens end vLLM's process.
-
-    That is so on CPUs with adapters: their kernel for logits expects as many rows as there are requests (0.32).
-    """
-    return settings.lora_config is None or settings.device_config.device_type != "cpu"
 
 
 def prompts_of(tokenizer: Any, vocabulary: int) -> list[list[int]]:

@@ -13,8 +13,8 @@ from kuberoll_workers.policy.interface import PolicyError, PolicyRefused, Policy
 from kuberoll_workers.policy.responses import unfinished, unusable
 from kuberoll_workers.serving.engines.faults import fault_of
 from kuberoll_workers.serving.engines.interface import Engine
+from kuberoll_workers.serving.engines.prompt_scores import scores_prompts
 from kuberoll_workers.serving.engines.spot_check import response_of
-from kuberoll_workers.serving.engines.vllm_prober import scores_prompts
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Continuity, Generated
 from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, Sampled, VersionSpans
 

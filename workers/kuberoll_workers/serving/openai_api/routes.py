@@ -17,7 +17,7 @@ from kuberoll_workers.data.tokenization import TemplateRefused
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.data.tool_calls import parse_tool_calls
 from kuberoll_workers.data.tools import Tool, ToolCall
-from kuberoll_workers.policy.client import SESSION_HEADER
+from kuberoll_workers.policy.headers import SESSION_HEADER
 from kuberoll_workers.policy.interface import PolicyUnavailable
 from kuberoll_workers.serving.bodies import BodyRefused, read_body
 from kuberoll_workers.serving.engines.interface import Engine
