@@ -77,7 +77,7 @@ _MARKS_OF_MODULE = re.compile(r"^pytestmark = (.*)$", re.MULTILINE)
 _MARK = re.compile(r"pytest\.mark\.(\w+)")
 
 # Tests that start the same heavy parts run one after another in one process of pytest-xdist; these groups come first.
-_GROUPS = ("images", "cluster", "ray")
+_GROUPS = ("images", "cluster", "engine", "ray")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

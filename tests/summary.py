@@ -19,6 +19,9 @@ LONGEST_REASON = 400
 MOST_AT_THE_END = 15
 """Failures that are repeated at the end."""
 
+# Reports of phases; those of setup and teardown that passed have no name.
+_TIMED = ("", "passed", "failed", "error", "xfailed", "rerun")
+
 # pytest-xdist adds the group of a test to its id; pytest would not find it by that.
 _GROUP = re.compile(r"@[^\]]*$")
 
@@ -33,6 +36,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
     _write(terminalreporter, "failed", failed)
     _write(terminalreporter, "skipped", skipped)
     yield
+    _write(terminalreporter, "seconds by directory", list(seconds_by_directory(terminalreporter.stats)))
     _write(terminalreporter, "failed at first", repeated)
     more = len(failed) - MOST_AT_THE_END
     _write(terminalreporter, "failed", failed[:MOST_AT_THE_END] + [f"and {more} more, above"] * (more > 0))
@@ -49,6 +53,19 @@ def repetitions(reports: Iterable[Any]) -> Iterator[str]:
     """A line for each failure whose test was repeated (`second_chance.py`): its place and the reason."""
     for report in reports:
         yield f"RERUN {_place(report)} - {_reason(report)}"
+
+
+def seconds_by_directory(stats: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """A line for each directory of tests: its seconds in all processes, and its number of tests; the longest first."""
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for report in (each for kind in _TIMED for each in stats.get(kind, [])):
+        directory = _place(report).partition("::")[0].removeprefix("tests/").partition("/")[0]
+        seconds[directory] += report.duration
+        tests[directory] += report.when == "call"
+    for directory, taken in seconds.most_common():
+        if taken >= 1:
+            yield f"{taken:7.0f} s {tests[directory]:6} {directory}"
 
 
 def skips(reports: Iterable[Any]) -> Iterator[str]:

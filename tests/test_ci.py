@@ -46,7 +46,7 @@ def test_hosted_ci_runs_every_part() -> None:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_call_targets_that_there_are(workflow: Path) -> None:
-    lines = re.findall(r"(?:run:|^ {10,}) ?make ([^\n]+)", workflow.read_text(), flags=re.MULTILINE)
+    lines = re.findall(r"(?:(?:run:|^ {10,}) ?make|\.ci/run) ([a-z][^\n]+)", workflow.read_text(), flags=re.MULTILINE)
     called = {word for line in lines for word in line.split() if re.fullmatch(r"[a-z-]+", word)}
     assert called
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

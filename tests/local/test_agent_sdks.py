@@ -15,7 +15,7 @@ from kuberoll_workers.data.record import TrajectoryRecord
 from tests.local import agent_sdks, branching
 from tests.local.tool_policy import Scorer, train
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ROWS = [{"prompt": "What is 6 times 7?", "metadata": {"ground_truth": 42}}]
 # As templates write calls, and otherwise: what is sampled is not what a chat is encoded to.
@@ -96,7 +96,6 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> list[TrajectoryRecord]
 
 
 # The real engine's games show the same of each SDK but for the two calls beside each other.
-@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_agents_use_tools_and_are_rewarded_for_the_answer(scripted: list[TrajectoryRecord], name: str) -> None:
     records = of(scripted, name)

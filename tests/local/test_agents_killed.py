@@ -108,6 +108,7 @@ def wait_for(run: Run, condition: Any) -> None:
             run.process.wait(timeout=0.05)
 
 
+@pytest.mark.long
 def test_a_killed_run_of_agents_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was complete stays as it is; what was not starts over; nothing of the killed run is left."""
     model, notes, scratch = (tmp_path / name for name in ("model", "notes", "scratch"))

@@ -32,7 +32,10 @@ def external_job(path: Path, port: int, *, attempts: int, seconds: float) -> Pat
     )
 
 
-@pytest.mark.parametrize("trouble", [pytest.param("killed", marks=pytest.mark.long), "hung", "refusing"])
+@pytest.mark.parametrize(
+    "trouble",
+    [pytest.param("killed", marks=pytest.mark.long), "hung", pytest.param("refusing", marks=pytest.mark.long)],
+)
 def test_a_run_says_what_it_waits_for_and_goes_on_when_the_endpoint_is_back(trouble: str, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     url, refusals, output = f"http://127.0.0.1:{port}", tmp_path / "refuse", tmp_path / "out"

@@ -39,7 +39,9 @@ ROWS = [{"prompt": f"Find a way out of room {number}.\n"} for number in range(40
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["Rooms", pytest.param("RestartedRooms", marks=pytest.mark.long), "PlainRooms"])
+@pytest.mark.parametrize(
+    "name", ["Rooms", *(pytest.param(name, marks=pytest.mark.long) for name in ("RestartedRooms", "PlainRooms"))]
+)
 def test_a_killed_run_closes_what_it_resumes(name: str, tmp_path: Path) -> None:
     shutil.copy(episodic.__file__, tmp_path / "episodic.py")
     notes = tmp_path / "notes"

@@ -117,7 +117,11 @@ def test_weights_that_are_published_are_those_of_the_next_run(served: Run, job: 
 @pytest.mark.parametrize(
     "number",
     # SIGTERM takes the same way as SIGINT.
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+        signal.SIGKILL,
+    ],
     ids=lambda number: number.name,
 )
 def test_the_end_of_the_engine_ends_runs_at_once_and_leaves_nothing_that_a_run_would_use(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.local.support import EXAMPLES, PATIENCE_SECONDS, running, trajectories
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 STEPS, GROUPS, REPEATS = 4, 2, 8
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.local.support import EXAMPLES, running
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ROOT = EXAMPLES.parent
 JOB = EXAMPLES / "sliding-puzzle" / "rolloutjob.yaml"

@@ -67,6 +67,7 @@ def asked(url: str, body: Any = None, key: str | None = None) -> tuple[int, Any]
 
 
 @pytest.mark.engine
+@pytest.mark.long
 async def test_a_model_is_served_behind_its_key(tmp_path: Path) -> None:
     model = make_classifier(tmp_path / "model")
     # The library that other pods must do without.

@@ -80,6 +80,7 @@ def fill(tmp_path: Path, hub: Hub) -> Path:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 async def test_an_engine_with_a_cache_says_and_samples_what_it_would_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

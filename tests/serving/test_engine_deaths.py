@@ -88,6 +88,7 @@ async def test_a_host_whose_engine_is_killed_as_it_starts_says_of_what(number: s
     assert f"EngineCore was killed by signal {number:d} ({number.name})" in event["message"]
 
 
+@pytest.mark.long
 async def test_a_host_whose_replica_is_killed_as_it_starts_says_of_what() -> None:
     with starting(model=TINY, tokenizer=TINY, engine="VLLM", engine_args=ARGUMENTS) as host:
         event = await last_event(host, "ray::ServeReplica", signal.SIGKILL)

@@ -221,10 +221,8 @@ async def play(
 # Clients of servers are the same in either isolation, and those of NeMo Gym's servers for each of them; each server
 # takes seconds to start.
 USUAL = {
-    ("nemo_gym-steps", "Process"),
     ("openenv-replay", "Process"),
     ("openenv-restart", "Inline"),
-    ("openenv-restart", "Process"),
     ("mcp", "Process"),
 }
 

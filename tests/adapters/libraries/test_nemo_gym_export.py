@@ -85,6 +85,7 @@ def python(nemo_gym: Path, place: Path, command: list[str]) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_gym_s_own_commands_read_an_exported_run(tmp_path: Path) -> None:
     nemo_gym = packages("nemo-gym-0.4.0", REQUIREMENTS)
     rows = own_rows(nemo_gym)

@@ -336,9 +336,9 @@ async def test_a_group_is_scored_as_by_verifiers_in_another_instance() -> None:
     ("made", "isolation"),
     [
         ("shop", "Inline"),
-        ("shop_with_state", "Process"),
         pytest.param("shop", "Process", marks=pytest.mark.long),
         pytest.param("shop_with_state", "Inline", marks=pytest.mark.long),
+        pytest.param("shop_with_state", "Process", marks=pytest.mark.long),
     ],
 )
 def test_tools_are_answered_as_by_verifiers(tmp_path: Path, made: str, isolation: str) -> None:
@@ -430,7 +430,7 @@ async def test_a_tool_whose_sandbox_is_down_is_a_failure() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("isolation", [pytest.param("Inline", marks=pytest.mark.long), "Process"])
+@pytest.mark.parametrize("isolation", ["Inline", pytest.param("Process", marks=pytest.mark.long)])
 def test_groups_are_scored_as_by_verifiers(tmp_path: Path, isolation: str) -> None:
     records = run(
         tmp_path,

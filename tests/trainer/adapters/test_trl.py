@@ -196,7 +196,9 @@ def test_the_ratio_to_what_was_sampled(written: WrittenRun, tmp_path: Path) -> N
     assert clipped["OffPolicy"] == pytest.approx(outside[sampled].float().mean().item())
 
 
-@pytest.mark.parametrize("steps", [GROUPS // 2, pytest.param(GROUPS, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(GROUPS // 2, marks=pytest.mark.long), pytest.param(GROUPS, marks=pytest.mark.long)]
+)
 def test_processes_share_what_the_main_one_reads(written: WrittenRun, tmp_path: Path, steps: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
