@@ -26,15 +26,14 @@ from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
     AnyRecord,
     DroppedRecord,
-    DropReason,
     FailureRecord,
     RecordError,
-    StopReason,
     Timing,
     TokenCounts,
     TrajectoryRecord,
     encode_line,
 )
+from kuberoll_workers.data.stop_reasons import DropReason, StopReason
 from kuberoll_workers.data.tracebacks import Traceback
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.registry import resolve

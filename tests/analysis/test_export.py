@@ -25,7 +25,8 @@ from kuberoll_workers.analysis.export.selection import Selection
 from kuberoll_workers.analysis.export.views import token_view
 from kuberoll_workers.analysis.paths import OWN_PATH
 from kuberoll_workers.data.messages import ExtendedMessage, Message, token_array
-from kuberoll_workers.data.record import StopReason, Timing, TokenCounts, TrajectoryRecord, encode_line
+from kuberoll_workers.data.record import Timing, TokenCounts, TrajectoryRecord, encode_line
+from kuberoll_workers.data.stop_reasons import StopReason
 from kuberoll_workers.output.parquet import write_parquet
 from kuberoll_workers.output.run_directory import RunManifest
 from kuberoll_workers.output.run_files import RunFiles

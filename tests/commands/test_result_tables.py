@@ -11,7 +11,7 @@ from rich.console import Console
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, aggregate
 from kuberoll_workers.commands import aggregate as aggregate_command
 from kuberoll_workers.commands import console as run_command
-from kuberoll_workers.data.record import StopReason
+from kuberoll_workers.data.stop_reasons import StopReason
 from kuberoll_workers.output.run_files import RunFiles
 from tests.analysis.report.runs import store, trajectory
 

@@ -20,7 +20,6 @@ from kuberoll_workers.analysis.export.exporting import export_run
 from kuberoll_workers.analysis.report.trajectory_sample import TrajectorySample
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
-    WHOLE_GROUP,
     DroppedRecord,
     FailureRecord,
     TrajectoryKey,
@@ -29,6 +28,7 @@ from kuberoll_workers.data.record import (
     encode_line,
     key_of,
 )
+from kuberoll_workers.data.stop_reasons import WHOLE_GROUP
 from kuberoll_workers.output import records, unreadable
 from kuberoll_workers.output.copies import Copies
 from kuberoll_workers.output.manifest import RunManifest

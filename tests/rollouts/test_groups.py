@@ -11,14 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.data.prompts import SampleGroup
-from kuberoll_workers.data.record import (
-    DroppedRecord,
-    DropReason,
-    FailureRecord,
-    StopReason,
-    TokenCounts,
-    TrajectoryRecord,
-)
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TokenCounts, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import DropReason, StopReason
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused
 from kuberoll_workers.rollouts.drop_report import DropReport

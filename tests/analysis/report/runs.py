@@ -21,12 +21,12 @@ from kuberoll_workers.data.record import (
     Branch,
     DroppedRecord,
     FailureRecord,
-    StopReason,
     Timing,
     TokenCounts,
     TrajectoryRecord,
     encode_line,
 )
+from kuberoll_workers.data.stop_reasons import StopReason
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.run_directory import MANIFEST, RunManifest
 from kuberoll_workers.output.run_files import RunFiles

@@ -240,7 +240,7 @@ def test_a_run_and_its_copy_do_not_differ(tmp_path: Path) -> None:
 def test_the_page_has_what_its_script_reads(tmp_path: Path) -> None:
     (text,) = re.findall(r'id="data">(.*?)</script>', differing(tmp_path).decode(), re.DOTALL)
     document = orjson.loads(text)
-    assert set(document) == {"runs", "notes", "paired", "settings", "environments", "browsed"}
+    assert set(document) == {"runs", "notes", "paired", "settings", "environments", "endings", "browsed"}
     assert document["paired"] is True
     assert document["settings"] == {"different": [["generation.sampling.temperature", None, "0.5"]], "equal": 7}
     everything, *parts = document["environments"]

@@ -19,8 +19,9 @@ import pytest
 
 from kuberoll_workers.analysis.report.data import ReportData
 from kuberoll_workers.analysis.report.page import render
-from kuberoll_workers.analysis.report.row import OUTCOMES, row_of
+from kuberoll_workers.analysis.report.row import row_of
 from kuberoll_workers.analysis.report.trajectory_sample import MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS, readable
+from kuberoll_workers.data.stop_reasons import OUTCOMES
 from kuberoll_workers.data.text import cut, one_line, visible
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.run_directory import RunManifest
@@ -289,7 +290,9 @@ def test_the_page_has_what_its_script_reads() -> None:
     found = data(whole, trajectory(1, environment="math"), failure(2, environment="math"), dropped(4, 2))
     parts = blocks(render(found).decode())
     document = orjson.loads(parts["data"])
-    assert set(document) == {"head", "numbers", "browsed"}
+    assert set(document) == {"head", "numbers", "endings", "browsed"}
+    assert tuple(document["endings"]) == OUTCOMES
+    assert document["endings"]["max_turns"] == {"title": "max turns", "kind": "finished", "look": "limit"}
     assert document["browsed"] == {"count": 4, "offered": 4, "starts": [0]}
     assert set(document["numbers"]["all"]) == {
         "name", "finished", "outcomes", "causes", "other_causes", "reward", "turns", "prompt", "generated", "observed",
@@ -297,7 +300,7 @@ def test_the_page_has_what_its_script_reads() -> None:
     }  # fmt: skip
     assert unpacked(parts["index"]) == {
         "environments": ["math", "puzzle"],
-        "outcomes": ["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "stale"],
+        "outcomes": list(OUTCOMES),
         "task": [3, 1, 2, 4],
         "rollout": [1, 0, 0, 2],
         "environment": [1, 0, 0, 1],

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kuberoll_workers.data.intervals import IntervalSet
-from kuberoll_workers.data.record import WHOLE_GROUP, DroppedRecord, FailureRecord, RecordError, TrajectoryRecord
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import OVERRULING, WHOLE_GROUP
 from kuberoll_workers.output.key_set import KeySet
 from kuberoll_workers.output.manifest import RunManifest
-from kuberoll_workers.output.precedence import OVERRULING, rank
+from kuberoll_workers.output.precedence import rank
 
 GROUP_STAGE = "group"
 """Stage of a failure that ended all trajectories of its group together."""

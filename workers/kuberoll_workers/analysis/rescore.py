@@ -27,6 +27,7 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.rescored_groups import ReplayedGroup, Rescored, groups_of, with_group_score
 from kuberoll_workers.data.messages import Message, chat_message
 from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import by_environment
 from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.dataset.expansion import PromptGroup
 from kuberoll_workers.dataset.rows import Row
@@ -380,9 +381,9 @@ def _difference(
     elif response.truncated:
         # The trajectory ended with its response, so the environment's answer does not matter.
         return None
-    elif record.stop_reason == "terminated" and not outcome.terminated:
+    elif by_environment(record.stop_reason) and not outcome.terminated:
         return f"the episode now continues after turn {turn}, at which it originally ended"
-    elif record.stop_reason != "terminated" and outcome.terminated:
+    elif not by_environment(record.stop_reason) and outcome.terminated:
         return f"the episode now ends with turn {turn}, at which originally only a limit stopped it"
     return None
 

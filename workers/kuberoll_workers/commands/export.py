@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from kuberoll_workers.data.stop_reasons import FINISHED
 from kuberoll_workers.data.text import visible
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl", "nemo-gym", "pri
     "--stop-reason",
     "stop_reasons",
     multiple=True,
-    type=click.Choice(["terminated", "truncated", "max_turns"]),
+    type=click.Choice(list(FINISHED)),
     help="Only this stop reason; repeatable.",
 )
 @click.option("--min-reward", type=float, metavar="X", help="Only trajectories with a total reward of at least X.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from kuberoll_workers.data.stop_reasons import FAILED, OUTCOMES
 from kuberoll_workers.data.text import visible
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from kuberoll_workers.analysis.report.row import TrajectoryRow
     from kuberoll_workers.output.precedence import EndedRecord
 
-_STOP_REASONS = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "stale")
 _PIPE_WIDTH = 240
 
 Order = Literal["stored", "best", "worst"]
@@ -37,7 +37,7 @@ Order = Literal["stored", "best", "worst"]
     "--stop-reason",
     "stop_reasons",
     multiple=True,
-    type=click.Choice(_STOP_REASONS),
+    type=click.Choice(OUTCOMES),
     help="Only this stop reason; repeatable.",
 )
 @click.option("--failed", is_flag=True, help="Only failures; below them each distinct cause with its traceback.")
@@ -72,7 +72,7 @@ def show(
     if rollout is not None and task is None:
         raise click.UsageError("--rollout needs --task: it is the index of a sample within its task")
     wanted = TrajectoryFilter(
-        frozenset(environments), frozenset({*stop_reasons, *(["failed"] if failed else [])}), task, rollout
+        frozenset(environments), frozenset({*stop_reasons, *(FAILED if failed else ())}), task, rollout
     )
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -81,7 +81,7 @@ def show(
         selected = wanted.select(RunFiles(run).read())
         if task is not None:
             found = _print_turns(selected, limit, console)
-        elif wanted.outcomes == {"failed"}:
+        elif wanted.outcomes == FAILED:
             found = _print_failures(selected, limit, run, console)
         else:
             found = _print_table(selected, limit, sort, console)

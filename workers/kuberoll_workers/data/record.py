@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy
@@ -16,17 +16,8 @@ import orjson
 
 from kuberoll_workers.data.messages import ExtendedMessage, Message, check_authorship
 from kuberoll_workers.data.plain import NotPlain, already_plain, is_finite, plain, printable, repr_of
+from kuberoll_workers.data.stop_reasons import DropReason, StopReason
 from kuberoll_workers.data.tracebacks import Frame
-
-StopReason = Literal["terminated", "truncated", "max_turns", "failed"]
-"""End of a trajectory: by the environment, by a length limit, by the turn limit, or by a failure."""
-
-DropReason = Literal["oversampled", "filtered", "stale"]
-"""Reason for dropping a trajectory: enough other samples finished first, its group was filtered out, or its group is
-older than `rollout.onPolicy.maxLag` allows."""
-
-WHOLE_GROUP: Final = frozenset({"filtered", "stale"})
-"""Reasons for which a group is given up as a whole, and never run again."""
 
 FailureKind = Literal["infrastructure", "environment", "data", "model"]
 """Source of a failure: the infrastructure, the environment's code, the dataset's row, or the policy's response."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, Literal, Self
 
 from typing_extensions import TypeVar
 
+from kuberoll_workers.data.stop_reasons import DropReason, StopReason
 from kuberoll_workers.data.tools import Tool
 
 ChatMessage = dict[str, Any]
@@ -30,11 +31,9 @@ Recovery = Literal["metadata", "replay", "restart"]
 resets it and steps it again with the same responses. `restart`: its trajectory starts over.
 """
 
-EndReason = Literal[
-    "terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "stale", "interrupted", "lost"
-]
-"""Why an episode ended: the trajectory's stop reason; `failed`; why it was dropped; `interrupted`: the run was ended;
-`lost`: its state is unknown after a failure, and it is about to be reset again.
+EndReason = Literal[StopReason, DropReason, "interrupted", "lost"]
+"""Why an episode ended: the trajectory's stop reason, or why it was dropped (`data.stop_reasons`); `interrupted`: the
+run was ended; `lost`: its state is unknown after a failure, and it is about to be reset again.
 """
 
 MetadataT = TypeVar("MetadataT", default=Any)
@@ -207,7 +206,7 @@ class GroupMember:
         messages: Its whole chat: prompt, responses and observations.
         metadata: The newest state of its episode.
         reward: Sum of the rewards of its turns.
-        stop_reason: `terminated`, `truncated` or `max_turns`.
+        stop_reason: That of a finished trajectory, such as `terminated`.
         answer: The last answer that was extracted; None if there is none.
         group_reward: Reward that it has from an earlier call, which stays; None: it has none. Only a sample that failed
             and is run again by a resumed run meets members with one.

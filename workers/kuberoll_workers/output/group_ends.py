@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kuberoll_workers.data.record import WHOLE_GROUP, DroppedRecord, FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import WHOLE_GROUP
 from kuberoll_workers.output.key_set import KeySet
 
 Result = TrajectoryRecord | FailureRecord | DroppedRecord

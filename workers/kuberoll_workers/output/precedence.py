@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,9 @@ from kuberoll_workers.data.record import (
     Unstorable,
     encode_line,
 )
+from kuberoll_workers.data.stop_reasons import ENDINGS
 
 EndedRecord = TrajectoryRecord | FailureRecord | DroppedRecord
-
-_FINISHED: Final = 2
-_FINAL_DROPS: Final = {"stale": 3, "filtered": 1}
-OVERRULING: Final = frozenset(reason for reason, final in _FINAL_DROPS.items() if final > _FINISHED)
-"""Reasons for which a line of a dropped trajectory counts although the trajectory has finished."""
 
 
 class Rank(NamedTuple):
@@ -52,10 +48,7 @@ class Rank(NamedTuple):
 
 def rank(record: EndedRecord) -> Rank:
     """The rank of a stored line."""
-    if isinstance(record, TrajectoryRecord):
-        final = _FINISHED
-    else:
-        final = _FINAL_DROPS.get(record.reason, 0) if isinstance(record, DroppedRecord) else 0
+    final = ENDINGS[record.reason if isinstance(record, DroppedRecord) else record.stop_reason].precedence
     try:
         contents = encode_line(record)
     except Unstorable:

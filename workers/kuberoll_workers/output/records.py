@@ -20,8 +20,9 @@ from kuberoll_workers.data.record import (
     decode_line,
     key_of,
 )
+from kuberoll_workers.data.stop_reasons import OVERRULING
 from kuberoll_workers.output.parquet import read_keys, read_parquet, write_parquet
-from kuberoll_workers.output.precedence import OVERRULING, Precedence
+from kuberoll_workers.output.precedence import Precedence
 from kuberoll_workers.output.storage import Storage
 from kuberoll_workers.output.unreadable import file_of, warn_unreadable
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kuberoll_workers.data.record import (
-    WHOLE_GROUP,
     DroppedRecord,
     FailureRecord,
     Partial,
@@ -15,6 +14,7 @@ from kuberoll_workers.data.record import (
     TrajectoryKey,
     TrajectoryRecord,
 )
+from kuberoll_workers.data.stop_reasons import WHOLE_GROUP
 from kuberoll_workers.output import records
 from kuberoll_workers.output.group_records import GroupRecords
 from kuberoll_workers.output.key_set import KeySet

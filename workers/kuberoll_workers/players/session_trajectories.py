@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, message_of, token_array
 from kuberoll_workers.data.prompts import Sample
-from kuberoll_workers.data.record import Branch, StopReason, Timing
+from kuberoll_workers.data.record import Branch, Timing
 from kuberoll_workers.data.sampling import Distribution, listed
+from kuberoll_workers.data.stop_reasons import StopReason
 from kuberoll_workers.data.tool_calls import call_id
 from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.policy.agent_sessions import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kuberoll_workers.data.record import WHOLE_GROUP, DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import WHOLE_GROUP
 
 
 @dataclass(slots=True)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from kuberoll_workers.data.prompts import Sample
-from kuberoll_workers.data.record import DroppedRecord, DropReason, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import DropReason
 from kuberoll_workers.environments.executor import is_cancelled
 from kuberoll_workers.rollouts.failures import TrajectoryFailed, failure_of
 from kuberoll_workers.rollouts.metrics import EnvironmentMetrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kuberoll_workers.data.record import StopReason
+from kuberoll_workers.data.stop_reasons import StopReason
 
 
 def prompt_fills_window(prompt: int, max_sequence_length: int) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kuberoll_workers.data.messages import Message
-from kuberoll_workers.data.record import FailureRecord, StopReason, TrajectoryRecord
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import FINISHED
 
 
 def summarize(results: Sequence[TrajectoryRecord | FailureRecord]) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def summarize(results: Sequence[TrajectoryRecord | FailureRecord]) -> dict[str, 
     rewards = [record.total_reward for record in finished]
     failed = len(results) - len(finished)
 
-    def rate(reason: StopReason) -> float:
+    def rate(reason: str) -> float:
         return _ratio(sum(record.stop_reason == reason for record in finished), len(results))
 
     return {
@@ -44,9 +45,7 @@ def summarize(results: Sequence[TrajectoryRecord | FailureRecord]) -> dict[str, 
         "max_turns_per_sample": max(turns, default=0),
         "turns_per_sample/p95": nearest_rank(turns, 95),
         "turns_per_sample/p99": nearest_rank(turns, 99),
-        "natural_termination_rate": rate("terminated"),
-        "truncation_rate": rate("truncated"),
-        "max_turns_reached_rate": rate("max_turns"),
+        **{ending.rate: rate(reason) for reason, ending in FINISHED.items()},
         "failed_rate": _ratio(failed, len(results)),
         "failed_samples": failed,
         "mean_total_tokens_per_sample": _mean([*generated, *environment], len(finished)),

@@ -26,16 +26,15 @@ from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import (
     Branch,
     DroppedRecord,
-    DropReason,
     FailureRecord,
     Partial,
-    StopReason,
     Timing,
     TokenCounts,
     TrajectoryRecord,
     TurnRecord,
 )
 from kuberoll_workers.data.sampling import Distribution, distribution_of, listed
+from kuberoll_workers.data.stop_reasons import DropReason, StopReason, by_environment
 from kuberoll_workers.data.thoughts import unfinished
 from kuberoll_workers.environments.interface import ChatMessage, GroupScore, Metadata
 from kuberoll_workers.environments.outcome import StepOutcome, check_reward
@@ -179,7 +178,7 @@ class Trajectory:
                 metadata=turn.metadata,
                 stop_strings=None if turn.stop_strings is None else tuple(turn.stop_strings),
                 reward=turn.reward,
-                terminated=turn.stop_reason == "terminated",
+                terminated=by_environment(turn.stop_reason),
                 reward_parts=turn.reward_parts,
                 answer=turn.answer,
                 messages=tuple(map(chat_message, observation)),

@@ -10,7 +10,8 @@ from pydantic import JsonValue, TypeAdapter
 
 from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.data.record import WHOLE_GROUP, DroppedRecord, FailureRecord
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord
+from kuberoll_workers.data.stop_reasons import WHOLE_GROUP
 from kuberoll_workers.environments.served_models import ServedModel
 from kuberoll_workers.rollouts.groups import Result
 from kuberoll_workers.telemetry import Activity

@@ -15,6 +15,7 @@ from kuberoll_workers.adapters.nemo_rl.message_logs import TOKEN_IDS, MessageLog
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.prompts import Prompt, Sample
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import is_cut
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +149,7 @@ def batch_of(batch: Mapping[str, Any], results: Sequence[Result], *, with_logpro
         ),
         "idx": list(rows) if batch.get("idx") is None else copy.deepcopy(batch["idx"]),
         "stop_reason": [result.stop_reason for result in results],
-        "truncated": torch.tensor([result.stop_reason == "truncated" for result in results], dtype=torch.bool),
+        "truncated": torch.tensor([is_cut(result.stop_reason) for result in results], dtype=torch.bool),
         "failure": [result if isinstance(result, FailureRecord) else None for result in results],
     }
     parts = [None if record is None else reward_parts_of(record) for record in finished]

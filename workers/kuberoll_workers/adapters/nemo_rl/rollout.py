@@ -28,6 +28,7 @@ from kuberoll_workers.adapters.nemo_rl.policies import BatchPolicy, PolicyAdapte
 from kuberoll_workers.adapters.nemo_rl.tokenizers import pad_token_of, tokenizer_of
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import FINISHED
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RolloutSettings
@@ -295,9 +296,7 @@ def _sample_metrics(record: TrajectoryRecord) -> dict[str, Any]:
         "total_tokens": tokens.generated + tokens.environment,
         "assistant_tokens": tokens.generated,
         "env_tokens": tokens.environment,
-        "terminated": record.stop_reason == "terminated",
-        "truncated": record.stop_reason == "truncated",
-        "max_turns_reached": record.stop_reason == "max_turns",
+        **{ending.flag: record.stop_reason == reason for reason, ending in FINISHED.items()},
         "total_reward": record.total_reward,
         "turn_gen_tokens": lengths.generated,
         "turn_input_tokens": lengths.inputs,

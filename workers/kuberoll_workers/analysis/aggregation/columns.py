@@ -15,6 +15,7 @@ from kuberoll_workers.analysis.aggregation.table import REWARD, TOKENS, TOTAL_TO
 from kuberoll_workers.data.messages import chat_message
 from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import by_environment
 from kuberoll_workers.data.tracebacks import attached_traceback, traceback_of
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.ray_classes import is_ray_class
@@ -164,7 +165,7 @@ def _prompts(columns: Columns) -> Any:
 _TENSORS: Mapping[str, Callable[[Columns], Any]] = {
     "rewards": lambda columns: _tensor(columns["total_reward"], "float32"),
     "total_reward": lambda columns: _tensor(columns["total_reward"], "float32"),
-    "is_end": lambda columns: _tensor([reason == "terminated" for reason in columns["stop_reason"]], "float32"),
+    "is_end": lambda columns: _tensor([by_environment(reason) for reason in columns["stop_reason"]], "float32"),
     "generation_lengths": lambda columns: _tensor(columns[ALL_TOKENS], "int64"),
     "prompt_lengths": lambda columns: _tensor(columns[PROMPT_TOKENS], "int64"),
     "text": _prompts,

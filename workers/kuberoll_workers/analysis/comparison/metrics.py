@@ -21,6 +21,7 @@ from kuberoll_workers.analysis.statistics import (
     pass_at_k,
     unpaired_difference,
 )
+from kuberoll_workers.data.stop_reasons import FINISHED
 
 Kind = Literal["number", "share", "seconds"]
 
@@ -170,8 +171,9 @@ def _measures(first: Sequence[Tasks], second: Sequence[Tasks]) -> Iterator[tuple
     yield "generated tokens", "number", _Mean(TOKENS[1])
     yield "time in generation", "seconds", _Mean(SECONDS[0])
     yield "time in environment", "seconds", _Mean(SECONDS[1])
-    for reason in ("truncated", "max_turns"):
-        yield reason.replace("_", " "), "share", _StopReason(reason)
+    for reason, ending in FINISHED.items():
+        if not ending.by_environment:
+            yield ending.title, "share", _StopReason(reason)
     yield "failed", "share", _failed
 
 

@@ -11,6 +11,7 @@ from kuberoll_workers.analysis.export.samplings import sampling_text
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_versions, token_view
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import is_cut
 
 
 def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
         "total_reward": record.total_reward,
         "loss_multiplier": 1.0,
         "length": sum(len(message.token_ids) for message in record.messages),
-        "truncated": record.stop_reason == "truncated",
+        "truncated": is_cut(record.stop_reason),
         "stop_reason": record.stop_reason,
         "task_name": record.task_name,
         # Equal for all samples of a prompt, as in NeMo RL.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kuberoll_workers.analysis.export.samplings import sampling_text
 from kuberoll_workers.analysis.export.views import token_view
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import is_cut
 
 if TYPE_CHECKING:
     import pyarrow
@@ -28,7 +29,7 @@ def row(record: TrajectoryRecord, _role: str, path: int) -> dict[str, Any]:
         "rewards": record.total_reward,
         "loss_masks": tokens.mask,
         # As of its engines: `stop`, or `length` where the trajectory was cut.
-        "stop_reasons": "length" if record.stop_reason == "truncated" else "stop",
+        "stop_reasons": "length" if is_cut(record.stop_reason) else "stop",
         "rollout_logprobs": tokens.logprobs,
         "instance_id": str(record.task_index),
         "repetition_id": record.rollout_index,

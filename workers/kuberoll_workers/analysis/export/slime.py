@@ -15,6 +15,7 @@ from kuberoll_workers.analysis.export.views import (
 )
 from kuberoll_workers.data.messages import PROMPT_TURN
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import is_cut
 
 
 def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
             message.policy_versions[0][0] for message in messages if message.sampled and message.policy_versions
         ],
         "rollout_log_probs": None if tokens.logprobs is None else list(tokens.logprobs),
-        "status": "truncated" if record.stop_reason == "truncated" else "completed",
+        "status": "truncated" if is_cut(record.stop_reason) else "completed",
         "metadata": {
             "source_name": record.task_name,
             "task_index": record.task_index,

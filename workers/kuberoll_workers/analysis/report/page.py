@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 
 from kuberoll_workers.analysis.report.data import ReportData
-from kuberoll_workers.analysis.report.row import OUTCOMES
 from kuberoll_workers.analysis.report.trajectory_sample import ReadableTrajectory
+from kuberoll_workers.data.stop_reasons import ENDINGS, OUTCOMES, look
 
 _SCRIPTS = ("format.js", "charts.js", "trajectories.js", "tokens.js", "detail.js", "browser.js", "page.js")
 _CHUNK = 64
@@ -54,7 +54,13 @@ def assemble(
     style = assets.joinpath("report.css").read_text("utf-8")
     script = "\n".join(assets.joinpath(part).read_text("utf-8") for part in (*_SCRIPTS, f"{name}.js"))
     chunks, starts = _chunks(browsed)
-    document = {**document, "browsed": {"count": len(browsed), "offered": offered, "starts": starts}}
+    document = {
+        **document,
+        "endings": {
+            name: {"title": ending.title, "kind": ending.kind, "look": look(name)} for name, ending in ENDINGS.items()
+        },
+        "browsed": {"count": len(browsed), "offered": offered, "starts": starts},
+    }
     page = Template(assets.joinpath("page.html").read_text("utf-8")).substitute(
         name=name,
         main=Template(assets.joinpath(f"{name}.html").read_text("utf-8")).substitute(

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import Outcome
 from kuberoll_workers.data.tracebacks import location
 from kuberoll_workers.output.precedence import EndedRecord
-
-Outcome = Literal["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "stale"]
-"""Outcome of a trajectory: its stop reason, or why it was dropped."""
-
-OUTCOMES: tuple[Outcome, ...] = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "stale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,18 +17,12 @@ from kuberoll_workers.analysis.report.failures import json_line
 from kuberoll_workers.analysis.report.row import TrajectoryRow
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import Branch, DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import look
 from kuberoll_workers.data.text import one_line, visible
 from kuberoll_workers.output.precedence import EndedRecord
 
 _ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "environment": "yellow", "tool": "yellow"}
-_OUTCOMES = {
-    "failed": "red",
-    "truncated": "yellow",
-    "max_turns": "yellow",
-    "oversampled": "dim",
-    "filtered": "dim",
-    "stale": "dim",
-}
+_LOOKS = {"plain": "", "limit": "yellow", "failed": "red", "dropped": "dim"}
 # Whether a column has numbers, by its title.
 _COLUMNS = {
     "task": True,
@@ -64,7 +58,7 @@ def trajectory_table(rows: Sequence[TrajectoryRow], width: int) -> Table:
             Text(_number(row.reward)),
             Text(str(row.turns)),
             Text(str(row.tokens)),
-            Text(row.outcome, style=_OUTCOMES.get(row.outcome, "")),
+            Text(row.outcome, style=_LOOKS[look(row.outcome)]),
         ]
         table.add_row(*cells, *([Text(_cause(row))] if causes else []))
     if causes:
@@ -146,7 +140,7 @@ def _print_facts(record: EndedRecord, row: TrajectoryRow, console: Console) -> N
     facts |= {"seed": "none" if record.seed is None else str(record.seed), "attempt": str(record.attempt)}
     for name, value in facts.items():
         line = Text(f"  {one_line(name, 40):<12} ", style="dim")
-        style = f"not dim {_OUTCOMES.get(row.outcome, '')}" if "stop" in name else "not dim"
+        style = f"not dim {_LOOKS[look(row.outcome)]}" if "stop" in name else "not dim"
         line.append(one_line(value, _METADATA), style=style)
         console.print(line, soft_wrap=True)
 

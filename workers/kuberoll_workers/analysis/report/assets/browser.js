@@ -25,7 +25,7 @@ class Browser {
     const { outcomes, outcome } = trajectories.index;
     const there = new Set(outcome);
     $("outcome").append(make("option", { value: "" }, "any"),
-      ...outcomes.map((name, place) => (there.has(place) ? make("option", { value: place }, outcomeNames[name]) : "")));
+      ...outcomes.map((name, place) => (there.has(place) ? make("option", { value: place }, report.endings[name].title) : "")));
     $("order").append(...Object.entries(Browser.orders).map(([value, [name]]) => make("option", { value }, name)));
     $("order").value = Browser.usual;
     for (const id of ["outcome", "order", "least", "most"]) $(id).addEventListener("input", () => this.filter());
@@ -137,7 +137,7 @@ class Browser {
     const row = make("div", { class: "row", role: "option", id: `row-${place}`, "data-place": place, "aria-setsize": this.shown.length, "aria-posinset": place + 1 },
       make("span", {}, this.all.name(item)), make("span", {}, index.environments[index.environment[item]]),
       make("span", { class: "n" }, fixed(index.reward[item])), make("span", { class: "n" }, number(index.turns[item])),
-      make("span", { class: "n" }, number(this.all.tokens(item))), make("span", { class: outcome }, outcomeNames[outcome]));
+      make("span", { class: "n" }, number(this.all.tokens(item))), ending(outcome));
     row.style.transform = `translateY(${place * Browser.height}px)`;
     $("rows").append(row);
     return row;

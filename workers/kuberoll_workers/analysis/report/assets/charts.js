@@ -206,7 +206,7 @@ function timesCard(lines, span) {
 }
 
 function failures(numbers) {
-  const failed = numbers.outcomes.failed || 0;
+  const failed = ended(numbers, "failed");
   if (!failed) return null;
   const rows = numbers.causes.map(([kind, stage, cause, count]) => [number(count), kind, stage, cause]);
   if (numbers.other_causes) rows.push([number(numbers.other_causes), "", "", "other causes"]);

@@ -27,8 +27,8 @@ function detail(trajectories, number, text, words, back) {
   const { index } = trajectories, outcome = index.outcomes[index.outcome[number]];
   const about = [
     ["reward", index.reward[number] === null ? "none" : fixed(index.reward[number])],
-    ["stop reason", make("span", { class: outcome }, outcomeNames[outcome]
-      + (text.dropped ? ` (dropped; ${text.stop_reason ? outcomeNames[text.stop_reason] : "stopped on its way"})` : ""))],
+    ["stop reason", ending(outcome,
+      text.dropped ? ` (dropped; ${text.stop_reason ? report.endings[text.stop_reason].title : "stopped on its way"})` : "")],
     ["turns", count(index.turns[number])],
     ["tokens", `${count(index.prompt[number])} prompt, ${count(index.generated[number])} generated, ${count(index.observed[number])} environment`],
   ];

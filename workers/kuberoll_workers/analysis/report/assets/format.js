@@ -61,7 +61,12 @@ function table(heads, rows, caption) {
     make("tbody", {}, rows.map((row) => make("tr", {}, row.map(cell("td")))))));
 }
 
-const outcomeNames = {
-  terminated: "terminated", truncated: "truncated", max_turns: "max turns", failed: "failed",
-  oversampled: "oversampled", filtered: "filtered", stale: "too old",
-};
+// Trajectories that ended in ways of a kind: finished, failed or dropped.
+function ended(numbers, kind) {
+  return Object.entries(numbers.outcomes).reduce((sum, [name, count]) => sum + (report.endings[name].kind === kind ? count : 0), 0);
+}
+
+// The name of a way to end, in its colour.
+function ending(outcome, more = "") {
+  return make("span", { class: `end-${report.endings[outcome].look}` }, report.endings[outcome].title + more);
+}

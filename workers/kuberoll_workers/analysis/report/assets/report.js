@@ -1,7 +1,6 @@
 
 function key(numbers, head) {
-  const failed = numbers.outcomes.failed || 0, planned = numbers.name === "" || report.numbers.environments.length === 1 ? head.planned : null;
-  const dropped = (numbers.outcomes.oversampled || 0) + (numbers.outcomes.filtered || 0) + (numbers.outcomes.stale || 0);
+  const failed = ended(numbers, "failed"), dropped = ended(numbers, "dropped"), planned = numbers.name === "" || report.numbers.environments.length === 1 ? head.planned : null;
   const { reward, turns, generated, groups } = numbers, busy = numbers.generation_seconds.total + numbers.environment_seconds.total;
   const items = [
     ["Finished trajectories", number(numbers.finished), planned ? `of ${number(planned)} planned` : dropped ? `${number(dropped)} more dropped` : ""],
@@ -20,7 +19,7 @@ function environmentTable(environments, chosen, choose) {
   const heads = ["environment", "finished", "failed", "reward", "std", "no signal", "turns", "tokens generated", "time"].map((name, place) => ({ name, n: place > 0 }));
   const rows = environments.map((item) => [
     make("button", { type: "button", "aria-pressed": String(item.name === chosen), onclick: () => choose(item.name === chosen ? "" : item.name) }, item.name),
-    number(item.finished), number(item.outcomes.failed || 0), fixed(item.reward.mean), fixed(item.reward.std),
+    number(item.finished), number(ended(item, "failed")), fixed(item.reward.mean), fixed(item.reward.std),
     percent(item.groups.equal, item.groups.groups), number(item.turns.mean), number(item.generated.mean),
     item.finished ? seconds((item.generation_seconds.total + item.environment_seconds.total) / item.finished) : "–",
   ]);
@@ -30,8 +29,9 @@ function environmentTable(environments, chosen, choose) {
 }
 
 function charts(numbers, environments) {
-  const ended = Object.keys(outcomeNames).filter((name) => numbers.outcomes[name])
-    .map((name) => ({ name: outcomeNames[name], value: numbers.outcomes[name], style: name === "failed" ? "bad" : ["oversampled", "filtered", "stale"].includes(name) ? "quiet" : "bar" }));
+  const styles = { finished: "bar", failed: "bad", dropped: "quiet" };
+  const ways = Object.entries(report.endings).filter(([name]) => numbers.outcomes[name])
+    .map(([name, { title, kind }]) => ({ name: title, value: numbers.outcomes[name], style: styles[kind] }));
   return [
     throughput(numbers.throughput, numbers.name === "" || environments.length === 1 ? report.numbers.all.distance : null),
     histogram("Reward", numbers.reward, { unit: "total reward", span: 3 }),
@@ -40,7 +40,7 @@ function charts(numbers, environments) {
     histogram("Generated tokens", numbers.generated, { unit: "tokens of a trajectory" }),
     histogram("Time of a trajectory in generation", numbers.generation_seconds, { unit: "seconds", format: seconds }),
     // Side by side, because they are lower than the charts above.
-    bars("How trajectories ended", "stop reasons, failures and dropped ones", "trajectories", ended),
+    bars("How trajectories ended", "stop reasons, failures and dropped ones", "trajectories", ways),
     times(numbers.name === "" && environments.length > 1 ? environments : [numbers]),
     versions(numbers.versions),
     failures(numbers),
