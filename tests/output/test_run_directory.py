@@ -376,6 +376,7 @@ SPELLINGS: list[tuple[str, Any, str, Any]] = [
         }.items()
     ),
     ("generation.sampling", {"greedy": True, "temperature": 0.3, "topP": 0.5}, "generation.sampling.temperature", 0),
+    ("generation.sampling", {"temperature": 0, "topK": 5, "minP": 0.2}, "generation.sampling", {"greedy": True}),
     (
         "generation", {**SIMULATED, "simulated": {}}, "generation", SIMULATED,
     ),

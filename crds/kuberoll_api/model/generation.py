@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
@@ -10,12 +10,9 @@ from kuberoll_api.model.access import MAX_ACCESS, PolicyAccess
 from kuberoll_api.model.chat_template import NO_TEMPLATE, RESERVED_VARIABLES
 from kuberoll_api.model.contradictions import contradiction, reject_duplicates
 from kuberoll_api.model.pods import PodOptions
+from kuberoll_api.model.sampling_fields import SAMPLING_FIELDS
 from kuberoll_api.model.traits import IDENTITY, OPERATION, POD, Traits
 from kuberoll_api.model.types import (
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_SEED,
-    MAX_TEMPERATURE,
     VARIABLE_PATTERN,
     VERSION_PATTERN,
     JsonObject,
@@ -105,6 +102,13 @@ class StructuredOutputs(Model):
         return self
 
 
+def _sampling_field(name: str, description: str) -> Any:
+    """A field of `Sampling`, with the default and the bounds of the table."""
+    field = SAMPLING_FIELDS[name]
+    bounds: dict[str, Any] = field.bounds
+    return Field(default=field.default, description=description, **bounds)
+
+
 class Sampling(Model):
     """Sampling parameters; a dataset row may override each of them."""
 
@@ -113,47 +117,30 @@ class Sampling(Model):
         description="These settings apply to all rows: the rows' own sampling is ignored, but not their stop_strings.",
     )
 
-    temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE, description="Softmax temperature; 0 is greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling mass.")
-    top_k: int = Field(default=-1, ge=-1, le=1_000_000, description="Tokens considered; -1 and 0 mean all.")
-    max_tokens: int = Field(
-        default=512, ge=1, le=1_000_000, description="Maximum number of tokens generated in one turn."
-    )
+    temperature: float = _sampling_field("temperature", "Softmax temperature; 0 is greedy.")
+    top_p: float = _sampling_field("top_p", "Nucleus sampling mass.")
+    top_k: int = _sampling_field("top_k", "Tokens considered; -1 and 0 mean all.")
+    max_tokens: int = _sampling_field("max_tokens", "Maximum number of tokens generated in one turn.")
     stop: list[StopString] = Field(
         default_factory=list,
         max_length=64,
         description="Stop strings of the first turn, unless the dataset row has its own; included in the output.",
     )
-    seed: int | None = Field(
-        default=None,
-        ge=0,
-        le=MAX_SEED,
-        description="Base of the per-trajectory sampling seeds; absent: derived from the job's name.",
+    seed: int | None = _sampling_field(
+        "seed", "Base of the per-trajectory sampling seeds; absent: derived from the job's name."
     )
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
         default_factory=list, max_length=64, description="Token ids that end a response, besides the model's own."
     )
-    min_p: float = Field(
-        default=0.0, ge=0, le=1, description="Minimum probability of a token, relative to the most likely one."
+    min_p: float = _sampling_field("min_p", "Minimum probability of a token, relative to the most likely one.")
+    presence_penalty: float = _sampling_field("presence_penalty", "Penalty of tokens that the response has already.")
+    frequency_penalty: float = _sampling_field(
+        "frequency_penalty", "The same for each time that the response has them."
     )
-    presence_penalty: float = Field(
-        default=0.0,
-        ge=-MAX_PENALTY,
-        le=MAX_PENALTY,
-        description="Penalty of tokens that the response has already.",
+    repetition_penalty: float = _sampling_field(
+        "repetition_penalty", "Factor against tokens that the prompt or the response has already."
     )
-    frequency_penalty: float = Field(
-        default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY, description="The same for each time that the response has them."
-    )
-    repetition_penalty: float = Field(
-        default=1.0,
-        gt=0,
-        le=MAX_REPETITION_PENALTY,
-        description="Factor against tokens that the prompt or the response has already.",
-    )
-    min_tokens: int = Field(
-        default=0, ge=0, le=1_000_000, description="Minimum number of tokens of a response before it may stop."
-    )
+    min_tokens: int = _sampling_field("min_tokens", "Minimum number of tokens of a response before it may stop.")
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="Form that every response must have; absent: any."
     )

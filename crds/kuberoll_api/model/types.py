@@ -21,11 +21,6 @@ Commit = Annotated[str, StringConstraints(pattern=COMMIT_PATTERN, max_length=64)
 MAX_SECONDS = 365 * 86400
 MAX_COUNT = 10**15  # JSON readers with only floats are exact up to here
 MAX_SEED = 2**63 - 1
-# Of sampling, wherever it is set: in a manifest, a row, a session or a request. Larger values make an engine's
-# arithmetic fail, and with it all requests in its batch.
-MAX_TEMPERATURE = 2
-MAX_PENALTY = 2
-MAX_REPETITION_PENALTY = 100
 
 # Patterns with equal meaning in Rust, Go and CEL: no look-around, and no \w, which is ASCII-only in one of them.
 DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"

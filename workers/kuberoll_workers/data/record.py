@@ -14,6 +14,7 @@ import msgspec
 import numpy
 import orjson
 
+from kuberoll_api.model.sampling_fields import CORE
 from kuberoll_workers.data.messages import ExtendedMessage, Message, check_authorship
 from kuberoll_workers.data.plain import NotPlain, already_plain, is_finite, plain, printable, repr_of
 from kuberoll_workers.data.stop_reasons import DropReason, StopReason
@@ -479,8 +480,8 @@ def _check_sampling(messages: Sequence[Message], sampling: Sequence[Any] | None,
         return
     if len(sampling) != (responses := sum(message.sampled for message in messages)):
         raise ValueError(f"{path}sampling has {len(sampling)} entries for {responses} responses")
-    if not all(found is None or {"temperature", "top_p", "top_k"} <= found.keys() for found in sampling):
-        raise ValueError(f"{path}sampling: each must have temperature, top_p and top_k")
+    if not all(found is None or found.keys() >= set(CORE) for found in sampling):
+        raise ValueError(f"{path}sampling: each must have {', '.join(CORE)}")
 
 
 _FIELDS = b'"fields":'

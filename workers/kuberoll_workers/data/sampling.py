@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+from kuberoll_api.model.sampling_fields import AT_ZERO, CORE, SAMPLING_FIELDS
+
 Distribution: TypeAlias = Mapping[str, Any]
 """Settings of a distribution by name: `temperature`, `top_p` and `top_k` always, others where they have an effect."""
 
 LEAST_TEMPERATURE: Final = 0.01
 """Lowest temperature that responses are sampled at, beside 0: vLLM takes it for any that is lower."""
 
+_CORE: Final = tuple((name, type(SAMPLING_FIELDS[name].default)) for name in CORE)
+# Those whose values are stored where they have an effect; a form has only its name stored.
 _USUAL: Final[Mapping[str, Any]] = {
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_tokens": 0,
+    name: field.default
+    for name, field in SAMPLING_FIELDS.items()
+    if field.shapes and not field.core and field.default is not None
+}
+_WHOLE: Final[Mapping[str, Any]] = {
+    name: SAMPLING_FIELDS[name].default for name in (*CORE, *_USUAL) if name != "temperature"
 }
 _FORMS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # Of vLLM's parameters, which agents' calls may set; what they say stays with the call. `extra_args` are for processors
@@ -29,14 +34,12 @@ def distribution_of(parameters: Any) -> dict[str, Any]:
 
     Constraints are named: a `structured_outputs` has the name of its form, and `constraints` the names of others.
     """
-    temperature, top_p, top_k = float(parameters.temperature), float(parameters.top_p), int(parameters.top_k)
-    if temperature == 0:
-        top_p, top_k = 1.0, -1
-    found: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k if top_k > 0 else -1}
+    found: dict[str, Any] = {name: kind(getattr(parameters, name)) for name, kind in _CORE}
+    if found["top_k"] <= 0:
+        found["top_k"] = -1
     found |= {name: value for name, usual in _USUAL.items() if (value := getattr(parameters, name, usual)) != usual}
-    if temperature == 0:
-        # The most likely token is always taken.
-        found.pop("min_p", None)
+    if found["temperature"] == 0:
+        found = {name: AT_ZERO.get(name, value) for name, value in found.items() if name in CORE or name not in AT_ZERO}
     if (form := getattr(parameters, "structured_outputs", None)) is not None:
         found["structured_outputs"] = next((name for name in _FORMS if getattr(form, name, None) is not None), "form")
     constraints = [name for name in _CONSTRAINTS if getattr(parameters, name, None)]
@@ -94,4 +97,4 @@ def unlike(found: Distribution | None, *, temperature: float) -> Iterator[str]:
 
 def _tells(name: str, value: Any) -> bool:
     """True if a setting beside the temperature has an effect."""
-    return bool(value != {"top_p": 1.0, "top_k": -1, **_USUAL}.get(name))
+    return bool(value != _WHOLE.get(name))

@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final
 
+from pydantic.alias_generators import to_camel
+
 from kuberoll_api.model import traits
 from kuberoll_api.model.generation import Sampling, SimulatedEngine
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.sampling_fields import AT_ZERO
 from kuberoll_api.model.traits import Traits
 
 _SAMPLING: Final = "generation.sampling."
@@ -33,7 +36,7 @@ def settled(identity: Mapping[str, Any]) -> dict[str, Any]:
             acts[name] = default
     if acts.get(f"{_SAMPLING}topK") == 0:
         acts[f"{_SAMPLING}topK"] = -1
-    if acts.get(f"{_SAMPLING}greedy"):
+    if acts.get(f"{_SAMPLING}greedy") or acts.get(f"{_SAMPLING}temperature") == 0:
         acts |= {f"{_SAMPLING}{name}": value for name, value in _GREEDY.items()}
     if acts.get("generation.engine") == "Simulated" and acts.get(_SIMULATED, 0) is None:
         del acts[_SIMULATED]
@@ -46,8 +49,8 @@ def settled(identity: Mapping[str, Any]) -> dict[str, Any]:
     return acts
 
 
-# Of what `greedy` takes the place.
-_GREEDY: Final = {"temperature": 0.0, "topP": 1.0, "topK": -1, "greedy": False}
+# Of what `greedy`, and a temperature of 0, take the place.
+_GREEDY: Final = {"temperature": 0.0, "greedy": False, **{to_camel(name): value for name, value in AT_ZERO.items()}}
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from kuberoll_api.model.types import MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE
+from kuberoll_api.model.sampling_fields import SAMPLING_FIELDS
 from kuberoll_workers.data.tool_calls import ToolCalls
 from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.policy.forms import MAX_CHOICE, MAX_CHOICES, MAX_TEXT
@@ -47,28 +47,68 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"set one of {', '.join(self.__struct_fields__)}")
 
 
+def _bounded(name: str) -> msgspec.Meta:
+    bounds: dict[str, Any] = SAMPLING_FIELDS[name].bounds
+    return msgspec.Meta(**bounds)
+
+
+def _default(name: str) -> Any:
+    return SAMPLING_FIELDS[name].default
+
+
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sampling parameters of one response, in memory and on the wire, where the bounds are checked.
 
     Stop strings apply to this request only and are included in the output. `temperature` 0 is greedy. Defaults are not
-    sent, so that a replica of an older version understands what it can honor.
+    sent, so that a replica of an older version understands what it can honor. The fields are those of
+    `SAMPLING_FIELDS`, which has their defaults and bounds.
     """
 
+    # What is left of a window may be nothing.
     max_tokens: Annotated[int, msgspec.Meta(ge=0)]
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)] = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
-    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
+    temperature: Annotated[float, _bounded("temperature")] = _default("temperature")
+    top_p: Annotated[float, _bounded("top_p")] = _default("top_p")
+    top_k: Annotated[int, _bounded("top_k")] = _default("top_k")
+    seed: Annotated[int, _bounded("seed")] | None = None
     stop: Annotated[
         tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP)], ...], msgspec.Meta(max_length=MAX_STOPS)
     ] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOPS)] = ()
-    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    presence_penalty: Annotated[float, msgspec.Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
-    frequency_penalty: Annotated[float, msgspec.Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=MAX_REPETITION_PENALTY)] = 1.0
+    min_tokens: Annotated[int, _bounded("min_tokens")] = _default("min_tokens")
+    min_p: Annotated[float, _bounded("min_p")] = _default("min_p")
+    presence_penalty: Annotated[float, _bounded("presence_penalty")] = _default("presence_penalty")
+    frequency_penalty: Annotated[float, _bounded("frequency_penalty")] = _default("frequency_penalty")
+    repetition_penalty: Annotated[float, _bounded("repetition_penalty")] = _default("repetition_penalty")
     structured_outputs: StructuredOutputs | None = None
+
+    def within(self, room: int) -> dict[str, Any]:
+        """All settings by name, as an engine takes them, for a response of at most `room` tokens.
+
+        Near the end of the window there may be room for fewer than `min_tokens`.
+        """
+        settings = {name: getattr(self, name) for name in self.__struct_fields__}
+        return settings | {
+            "max_tokens": room,
+            "min_tokens": min(self.min_tokens, room),
+            "top_k": self.top_k if self.top_k > 0 else -1,
+            "stop": list(self.stop),
+            "stop_token_ids": list(self.stop_token_ids),
+        }
+
+    def digestible(self) -> bytes:
+        """A key that is the same for the same settings, however they came to be.
+
+        Defaults are written where they are floats, as versions did that have stored digests of it.
+        """
+        settings = ((name, getattr(self, name), default) for name, default in _DEFAULTS)
+        return msgspec.json.encode(
+            {name: value for name, value, default in settings if isinstance(default, float) or value != default}
+        )
+
+
+_DEFAULTS = [
+    (field.name, field.default) for field in msgspec.structs.fields(SamplingParameters)
+]  # In the order in which they are encoded.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from kuberoll_api.model.generation import Sampling
+from kuberoll_api.model.sampling_fields import AT_ZERO
 from kuberoll_workers.data.sampling import LEAST_TEMPERATURE, Distribution
 from kuberoll_workers.policy.interface import SamplingParameters, StructuredOutputs
 
@@ -91,7 +92,7 @@ def sampling_of(defaults: SamplingParameters, overrides: Mapping[str, Any]) -> S
         settings["structured_outputs"] = msgspec.convert(settings["structured_outputs"], StructuredOutputs)
     merged = msgspec.structs.replace(defaults, **settings)
     if greedy:
-        return msgspec.structs.replace(merged, temperature=0.0, top_k=-1, top_p=1.0)
+        return msgspec.structs.replace(merged, temperature=0.0, **AT_ZERO)
     if 0 < merged.temperature < LEAST_TEMPERATURE:
         # As vLLM would, so that what is stored is what was used, with any engine.
         return msgspec.structs.replace(merged, temperature=LEAST_TEMPERATURE)

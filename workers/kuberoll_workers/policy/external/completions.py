@@ -10,7 +10,8 @@ import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenization import Tokenizer
-from kuberoll_workers.policy.external.extensions import extensions, penalties
+from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.policy.external.fields import openai_fields
 from kuberoll_workers.policy.interface import (
     FinishReason,
     GenerationRequest,
@@ -74,23 +75,16 @@ def completion_body(
         PolicyRefused: The request needs a field that this dialect lacks.
     """
     sampling = request.sampling
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": request.token_ids.tolist(),
-        "max_tokens": room,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        **penalties(sampling),
-    }
     if sampling.structured_outputs is not None and not structured:
         raise PolicyRefused(
             "spec.generation.sampling.structuredOutputs: the server does not say that it is vLLM or SGLang, and others "
             "ignore this setting; remove it"
         )
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if sampling.seed is not None:
-        body["seed"] = sampling.seed
+    body = {
+        "model": model,
+        "prompt": request.token_ids.tolist(),
+        **openai_fields(sampling, room, extended=dialect == EXTENDED),
+    }
     if dialect == EXTENDED:
         return body | {
             # The sampled token's only.
@@ -98,23 +92,8 @@ def completion_body(
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "include_stop_str_in_output": True,
-            **extensions(sampling),
-            **({"min_tokens": min(sampling.min_tokens, room)} if sampling.min_tokens else {}),
-            **({"structured_outputs": sampling.structured_outputs} if sampling.structured_outputs else {}),
+            "skip_special_tokens": False,
         }
-    extended = {
-        "topK": sampling.top_k > 0,
-        "stopTokenIds": sampling.stop_token_ids,
-        "minP": sampling.min_p,
-        "repetitionPenalty": sampling.repetition_penalty != 1,
-        "minTokens": sampling.min_tokens,
-        "structuredOutputs": sampling.structured_outputs,
-    }
-    for name, given in extended.items():
-        if given:
-            raise PolicyRefused(
-                f"spec.generation.sampling.{name}: the server accepts only OpenAI's own fields; remove it"
-            )
     return body | {"logprobs": 1} if dialect == PLAIN else body
 
 

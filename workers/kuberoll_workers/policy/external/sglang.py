@@ -8,7 +8,7 @@ import msgspec
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.external.completions import complete_logprobs, finish_reason
-from kuberoll_workers.policy.external.extensions import extensions, penalties
+from kuberoll_workers.policy.external.fields import sglang_fields
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
     GenerationResult,
@@ -46,19 +46,11 @@ def generate_body(request: GenerationRequest, *, room: int) -> dict[str, Any]:
     """
     sampling = request.sampling
     parameters: dict[str, Any] = {
-        "max_new_tokens": room,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "stop": list(sampling.stop),
-        "no_stop_trim": True,
-        **extensions(sampling),
-        **penalties(sampling),
+        **sglang_fields(sampling, room),
         **_form(sampling.structured_outputs),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
     }
-    if sampling.min_tokens:
-        parameters["min_new_tokens"] = min(sampling.min_tokens, room)
-    if sampling.seed is not None:
-        parameters["sampling_seed"] = sampling.seed
     return {"input_ids": request.token_ids.tolist(), "sampling_params": parameters, "return_logprob": True}
 
 

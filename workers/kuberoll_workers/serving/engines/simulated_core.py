@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kuberoll_api.model.sampling_fields import SAMPLING_FIELDS
 from kuberoll_api.model.types import MAX_SEED
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
@@ -160,22 +161,18 @@ def _model_directory(directory: Path, model: str, *, window: int, vocabulary: in
 
 
 def _sampling(params: SamplingParams) -> SamplingParameters:
-    # The Simulated engine reads no more of them.
     stop = params.stop
-    return SamplingParameters(
-        max_tokens=params.max_tokens or 1,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k or -1,
-        seed=None if params.seed is None else params.seed & MAX_SEED,
-        stop=tuple([stop] if isinstance(stop, str) else stop or ()),
-        stop_token_ids=tuple(params.stop_token_ids or ()),
-        min_tokens=params.min_tokens,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-    )
+    settings = {name: getattr(params, name) for name in SAMPLING_FIELDS}
+    settings |= {
+        "max_tokens": params.max_tokens or 1,
+        "top_k": params.top_k or -1,
+        "seed": None if params.seed is None else params.seed & MAX_SEED,
+        "stop": tuple([stop] if isinstance(stop, str) else stop or ()),
+        "stop_token_ids": tuple(params.stop_token_ids or ()),
+        # There is no model that a form could guide.
+        "structured_outputs": None,
+    }
+    return SamplingParameters(**settings)
 
 
 def _outputs(

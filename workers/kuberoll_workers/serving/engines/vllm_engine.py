@@ -773,22 +773,11 @@ def _sampling_params(sampling: SamplingParameters, room: int) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    form = sampling.structured_outputs
+    settings = sampling.within(room)
+    if (form := sampling.structured_outputs) is not None:
+        settings["structured_outputs"] = StructuredOutputsParams(**msgspec.to_builtins(form))
     return SamplingParams(
-        max_tokens=room,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        # Near the end of the window there may be room for fewer.
-        min_tokens=min(sampling.min_tokens, room),
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        structured_outputs=None if form is None else StructuredOutputsParams(**msgspec.to_builtins(form)),
+        **settings,
         # The sampled token's log-probability only.
         logprobs=0,
         flat_logprobs=True,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kuberoll_api.model.sampling_fields import CORE
 from kuberoll_api.model.types import MAX_SEED
 from kuberoll_workers.policy.agent_sessions import SessionSettings
 from kuberoll_workers.policy.interface import SamplingParameters
@@ -23,8 +24,6 @@ _LENGTHS: Final[Mapping[str, tuple[str, ...]]] = {
     "/v1/responses": ("max_output_tokens",),
     "/v1/messages": ("max_tokens",),
 }
-# Those that Responses and Messages have; the other two APIs have all.
-_COMMON: Final = ("temperature", "top_p", "top_k")
 _RELEASED: Final = 16
 
 
@@ -104,8 +103,9 @@ def _fields(path: str, sampling: SamplingParameters) -> dict[str, Any]:
     given: dict[str, Any] = msgspec.to_builtins(sampling)
     given.pop("seed", None)
     length = given.pop("max_tokens")
-    # Also their usual values: the model's own configuration may have others.
-    fields = {name: getattr(sampling, name) for name in _COMMON}
+    # Those that Responses and Messages have, too. Also their usual values: the model's own configuration may have
+    # others.
+    fields = {name: getattr(sampling, name) for name in CORE}
     if path in ("/v1/chat/completions", "/v1/completions"):
         structured = given.pop("structured_outputs", None)
         fields |= {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
