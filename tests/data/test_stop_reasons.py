@@ -57,13 +57,15 @@ def test_finished_trajectories_have_names_in_the_metrics_of_nemo_rl_of_their_own
 
 
 def _reasons(nodes: list[ast.expr | None]) -> list[str]:
-    return [node.value for node in nodes if isinstance(node, ast.Constant) and node.value in ENDINGS]
+    return [str(node.value) for node in nodes if isinstance(node, ast.Constant) and node.value in ENDINGS]
 
 
 def lists_of_their_own(source: str) -> Iterator[tuple[int, str]]:
     """Lines that name several reasons in a collection, or compare a reason or an outcome with one that they name."""
     collections = ast.Tuple | ast.List | ast.Set
     for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.expr):
+            continue
         named: list[str] = []
         if isinstance(node, collections):
             named = _reasons(list(node.elts))

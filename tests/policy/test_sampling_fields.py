@@ -15,8 +15,7 @@ from pydantic.alias_generators import to_camel
 from kuberoll_api.model.generation import Sampling, SimulatedEngine
 from kuberoll_api.model.sampling_fields import AT_ZERO, CORE, SAMPLING_FIELDS
 from kuberoll_workers.data.sampling import distribution_of
-from kuberoll_workers.dataset.expansion import RowPosition
-from kuberoll_workers.dataset.rows import parse_row
+from kuberoll_workers.dataset.rows import RowPosition, parse_row
 from kuberoll_workers.output.identity import settled
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.external.fields import openai_fields, sglang_fields
@@ -219,6 +218,8 @@ EXEMPT = {
 def lists_of_their_own(source: str) -> Iterator[tuple[int, str]]:
     """Lines that name three or more fields in a collection or in the arguments of a call."""
     for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.expr):
+            continue
         named: list[Any] = []
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             named = [item.value for item in node.elts if isinstance(item, ast.Constant)]

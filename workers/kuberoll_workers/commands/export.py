@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from kuberoll_workers.analysis.export.registry import installed
 from kuberoll_workers.data.stop_reasons import FINISHED
 from kuberoll_workers.data.text import visible
 
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
     from kuberoll_workers.output.run_files import RunFiles
 
 _NAMED = 5
-FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl", "nemo-gym", "prime-rl", "skyrl", "slime", "areal")
 
 
 @click.command()
 @click.argument("run", metavar="DIR|URI")
-@click.option("--to", type=click.Choice(FORMATS), required=True, help="The trainer's format.")
+@click.option("--to", type=click.Choice(list(installed())), required=True, help="The trainer's format.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),

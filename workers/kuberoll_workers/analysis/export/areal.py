@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from kuberoll_workers.analysis.export.samplings import sampling_text
+from kuberoll_workers.analysis.export.formats import Format
+from kuberoll_workers.analysis.export.samplings import sampling_text, whole
 from kuberoll_workers.analysis.export.views import token_view
 from kuberoll_workers.data.record import TrajectoryRecord
 
@@ -65,3 +66,6 @@ def schema(_calls: bool) -> pyarrow.Schema:
             ("path", pa.int32()),
         ]
     )
+
+
+FORMAT = Format(name="areal", containers=("parquet", "jsonl"), row=row, schema=schema, assumption=whole)

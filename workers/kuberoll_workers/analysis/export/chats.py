@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from kuberoll_workers.analysis.export.formats import Format
 from kuberoll_workers.analysis.export.samplings import sampling_text
 from kuberoll_workers.analysis.export.views import chat, chat_with_calls, spoken
 from kuberoll_workers.data.messages import Message
@@ -73,3 +74,7 @@ def sharegpt_row(record: TrajectoryRecord, role: str, path: int) -> dict[str, An
 
 def _side(speaker: str) -> str:
     return {"observation": "human"}.get(speaker, speaker)
+
+
+OPENAI_CHAT = Format(name="openai-chat", containers=("jsonl",), row=openai_row, tool_role=False)
+SHAREGPT = Format(name="sharegpt", containers=("jsonl",), row=sharegpt_row)

@@ -1,13 +1,13 @@
-"""Formats by name: their file types, and the conversion of a trajectory to a row."""
+"""What a format is: its file types, and the conversion of a trajectory to a row; and the installed ones by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kuberoll_workers.analysis.export import areal, chats, nemo_gym, nemo_rl, prime_rl, skyrl, slime, trl, verl
-from kuberoll_workers.analysis.export.samplings import Assumption, but_temperature, whole
+from kuberoll_workers.analysis.export.registry import EXPORTS, installed
+from kuberoll_workers.analysis.export.samplings import Assumption
 from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
@@ -50,43 +50,43 @@ class Format:
     assumption: Assumption | None = None
 
 
-FORMATS: Mapping[str, Format] = {
-    format.name: format
-    for format in (
-        Format(name="openai-chat", containers=("jsonl",), row=chats.openai_row, tool_role=False),
-        Format(name="sharegpt", containers=("jsonl",), row=chats.sharegpt_row),
-        Format(name="trl", containers=("parquet", "jsonl"), row=trl.row, schema=trl.schema, assumption=whole),
-        Format(name="verl", containers=("parquet", "jsonl"), row=verl.row, schema=verl.schema, assumption=whole),
-        Format(name="nemo-rl", containers=("jsonl",), row=nemo_rl.row, assumption=whole),
-        Format(
-            name=NEMO_GYM,
-            containers=("jsonl",),
-            row=lambda record, *_: nemo_gym.rollout_of_record(record),
-            tool_role=False,
-        ),
-        Format(
-            name="prime-rl",
-            containers=("parquet", "jsonl"),
-            row=prime_rl.row,
-            schema=prime_rl.schema,
-            assumption=but_temperature,
-        ),
-        Format(name="skyrl", containers=("parquet", "jsonl"), row=skyrl.row, schema=skyrl.schema, assumption=whole),
-        Format(name="slime", containers=("pt",), row=slime.row, document=slime.document, assumption=whole),
-        Format(name="areal", containers=("parquet", "jsonl"), row=areal.row, schema=areal.schema, assumption=whole),
-    )
-}
+class _Installed(Mapping[str, Format]):
+    """The installed formats by name; each is loaded when it is asked for."""
+
+    def __getitem__(self, name: str) -> Format:
+        entry = installed()[name]
+        where = f"{entry.value}, of the entry point {name} in the group {EXPORTS}"
+        try:
+            found = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise ExportError(f"--to {name}: {where}, cannot be loaded: {error}") from error
+        if not isinstance(found, Format) or found.name != name:
+            raise ExportError(f"--to {name}: {where}, is {found!r}; it must be a Format of this name")
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in installed()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(installed())
+
+    def __len__(self) -> int:
+        return len(installed())
+
+
+FORMATS: Mapping[str, Format] = _Installed()
+"""The installed formats by name. Asking for one raises ExportError if it cannot be loaded."""
 
 
 def format_named(name: str, role: EnvironmentRole) -> Format:
     """The format of this name, checked for the role of environments.
 
     Raises:
-        ExportError: The format does not exist, or does not support the role.
+        ExportError: The format does not exist, cannot be loaded, or does not support the role.
     """
     found = FORMATS.get(name)
     if found is None:
-        raise ExportError(f"--to {name}: unknown format; known formats are {', '.join(FORMATS)}")
+        raise ExportError(f"--to {name}: unknown format; installed formats are {', '.join(FORMATS)}")
     if role == "tool" and not found.tool_role:
         raise ExportError(
             f"--environment-role tool: in {name} a tool answers a tool call by its id, which an environment's own "

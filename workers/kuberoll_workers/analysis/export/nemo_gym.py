@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
+from kuberoll_workers.analysis.export.formats import NEMO_GYM, Format
 from kuberoll_workers.analysis.export.samplings import known_sampling
 from kuberoll_workers.analysis.export.views import spoken, token_versions
 from kuberoll_workers.data.gym_requests import (
@@ -209,3 +210,6 @@ def _items(message: Message) -> list[dict[str, Any]]:
     # An assistant's messages here are the policy's.
     role = message.role if message.role in _ROLES else "user"
     return [{"type": "message", "role": role, "content": message.content}]
+
+
+FORMAT = Format(name=NEMO_GYM, containers=("jsonl",), row=lambda record, *_: rollout_of_record(record), tool_role=False)

@@ -7,7 +7,8 @@ from typing import Any
 import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
-from kuberoll_workers.analysis.export.samplings import sampling_text
+from kuberoll_workers.analysis.export.formats import Format
+from kuberoll_workers.analysis.export.samplings import sampling_text, whole
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_versions, token_view
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
@@ -58,3 +59,6 @@ def _log_message(message: Message) -> dict[str, Any]:
         "token_loss_mask": [int(message.sampled)] * len(ids),
         "policy_versions": token_versions(message),
     }
+
+
+FORMAT = Format(name="nemo-rl", containers=("jsonl",), row=row, assumption=whole)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
-from kuberoll_workers.analysis.export.samplings import sampling_text
+from kuberoll_workers.analysis.export.formats import Format
+from kuberoll_workers.analysis.export.samplings import but_temperature, sampling_text
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_view
 from kuberoll_workers.data.record import TrajectoryRecord
 
@@ -71,3 +72,6 @@ def schema(calls: bool) -> pyarrow.Schema:
             *([("tools", pa.json_())] if calls else []),
         ]
     )
+
+
+FORMAT = Format(name="prime-rl", containers=("parquet", "jsonl"), row=row, schema=schema, assumption=but_temperature)

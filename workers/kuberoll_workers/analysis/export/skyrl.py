@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from kuberoll_workers.analysis.export.samplings import sampling_text
+from kuberoll_workers.analysis.export.formats import Format
+from kuberoll_workers.analysis.export.samplings import sampling_text, whole
 from kuberoll_workers.analysis.export.views import token_view
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.stop_reasons import is_cut
@@ -66,3 +67,6 @@ def schema(_calls: bool) -> pyarrow.Schema:
             ("environment", text),
         ]
     )
+
+
+FORMAT = Format(name="skyrl", containers=("parquet", "jsonl"), row=row, schema=schema, assumption=whole)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
-from kuberoll_workers.analysis.export.samplings import known_sampling
+from kuberoll_workers.analysis.export.formats import Format
+from kuberoll_workers.analysis.export.samplings import known_sampling, whole
 from kuberoll_workers.analysis.export.views import (
     chat_with_calls,
     ground_truth,
@@ -66,3 +67,6 @@ def document(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def _key(row: dict[str, Any]) -> tuple[int, int]:
     return row["metadata"]["task_index"], row["metadata"]["rollout_index"]
+
+
+FORMAT = Format(name="slime", containers=("pt",), row=row, document=document, assumption=whole)

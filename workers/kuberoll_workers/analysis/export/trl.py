@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
-from kuberoll_workers.analysis.export.samplings import sampling_text
+from kuberoll_workers.analysis.export.formats import Format
+from kuberoll_workers.analysis.export.samplings import sampling_text, whole
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_view
 from kuberoll_workers.data.messages import PROMPT_TURN
 from kuberoll_workers.data.record import TrajectoryRecord
@@ -85,3 +86,6 @@ def schema(calls: bool) -> pyarrow.Schema:
             *([("tools", pa.json_())] if calls else []),
         ]
     )
+
+
+FORMAT = Format(name="trl", containers=("parquet", "jsonl"), row=row, schema=schema, assumption=whole)

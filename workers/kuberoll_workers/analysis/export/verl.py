@@ -9,7 +9,8 @@ import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
-from kuberoll_workers.analysis.export.samplings import sampling_text
+from kuberoll_workers.analysis.export.formats import Format
+from kuberoll_workers.analysis.export.samplings import sampling_text, whole
 from kuberoll_workers.analysis.export.views import chat_with_calls, ground_truth, spoken, token_view
 from kuberoll_workers.data.messages import PROMPT_TURN
 from kuberoll_workers.data.record import TrajectoryRecord
@@ -128,3 +129,6 @@ def schema(calls: bool) -> pyarrow.Schema:
             *([("tools", pa.json_())] if calls else []),
         ]
     )
+
+
+FORMAT = Format(name="verl", containers=("parquet", "jsonl"), row=row, schema=schema, assumption=whole)
