@@ -117,7 +117,19 @@ def test_our_engines_are_asked_for_it(name: str) -> None:
     kind, (_, body) = wire.MSGPACK, ("", wire.encode_request(request(asking(name)), wire.MSGPACK))
     assert getattr(wire.decode_request(body, kind).sampling, name) == told(name)
     assert asking(name).within(ROOM)[name] != PLAIN.within(ROOM)[name] or name == "max_tokens"
-    assert asking(name).digestible() != PLAIN.digestible()
+
+
+@each_field
+def test_settings_are_written_alike_wherever_they_came_from(name: str) -> None:
+    """Digests of them are stored with turns."""
+    job, default = job_sampling(Sampling()), SAMPLING_FIELDS[name].default
+    if default is not None:
+        value = float(str(default)) if isinstance(default, float) else default
+        same = sampling_of(job, {name: value})
+        assert msgspec.json.encode(same) == msgspec.json.encode(sampling_of(job, {name: default}))
+        assert msgspec.json.encode(same) == msgspec.json.encode(job)
+    if name != "seed":
+        assert msgspec.json.encode(sampling_of(job, {name: plain(name)})) != msgspec.json.encode(job)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 from kuberoll_api.model.sampling_fields import AT_ZERO, CORE, SAMPLING_FIELDS
@@ -14,6 +15,7 @@ LEAST_TEMPERATURE: Final = 0.01
 """Lowest temperature that responses are sampled at, beside 0: vLLM takes it for any that is lower."""
 
 _CORE: Final = tuple((name, type(SAMPLING_FIELDS[name].default)) for name in CORE)
+_core_of = attrgetter(*CORE)
 # Those whose values are stored where they have an effect; a form has only its name stored.
 _USUAL: Final[Mapping[str, Any]] = {
     name: field.default
@@ -34,7 +36,7 @@ def distribution_of(parameters: Any) -> dict[str, Any]:
 
     Constraints are named: a `structured_outputs` has the name of its form, and `constraints` the names of others.
     """
-    found: dict[str, Any] = {name: kind(getattr(parameters, name)) for name, kind in _CORE}
+    found: dict[str, Any] = {name: kind(value) for (name, kind), value in zip(_CORE, _core_of(parameters), strict=True)}
     if found["top_k"] <= 0:
         found["top_k"] = -1
     found |= {name: value for name, usual in _USUAL.items() if (value := getattr(parameters, name, usual)) != usual}

@@ -53,7 +53,13 @@ def _bounded(name: str) -> msgspec.Meta:
 
 
 def _default(name: str) -> Any:
-    return SAMPLING_FIELDS[name].default
+    """The default of a field: a float of its own.
+
+    msgspec leaves out values that are the default's object: what a job or a row sets is then always written, wherever
+    the value came from, and a stored digest of the settings does not depend on that.
+    """
+    default = SAMPLING_FIELDS[name].default
+    return float(str(default)) if isinstance(default, float) else default
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -94,21 +100,6 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             "stop": list(self.stop),
             "stop_token_ids": list(self.stop_token_ids),
         }
-
-    def digestible(self) -> bytes:
-        """A key that is the same for the same settings, however they came to be.
-
-        Defaults are written where they are floats, as versions did that have stored digests of it.
-        """
-        settings = ((name, getattr(self, name), default) for name, default in _DEFAULTS)
-        return msgspec.json.encode(
-            {name: value for name, value, default in settings if isinstance(default, float) or value != default}
-        )
-
-
-_DEFAULTS = [
-    (field.name, field.default) for field in msgspec.structs.fields(SamplingParameters)
-]  # In the order in which they are encoded.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

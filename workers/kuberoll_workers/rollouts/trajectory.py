@@ -150,7 +150,9 @@ class Trajectory:
 
     def beginning(self) -> str:
         """Digest of its prompt, its sampling, and what else its tokens depend on."""
-        return prompt_digest(self._settings.rendering, self._sampling.digestible(), self.sample.prompt.token_ids)
+        return prompt_digest(
+            self._settings.rendering, msgspec.json.encode(self._sampling), self.sample.prompt.token_ids
+        )
 
     def _replay(self, turn: TurnRecord) -> None:
         """Append a stored turn, by the same rules as a new one."""
