@@ -12,6 +12,7 @@ import pytest
 
 from kuberoll_workers.data.stop_reasons import (
     ENDINGS,
+    FAILED,
     FINISHED,
     OUTCOMES,
     OVERRULING,
@@ -41,13 +42,15 @@ def test_each_outcome_has_a_row_in_the_table() -> None:
 
 
 def test_what_the_table_says_of_each() -> None:
-    assert list(FINISHED) == ["terminated", "truncated", "max_turns"]
-    assert [name for name in OUTCOMES if is_cut(name)] == ["truncated"]
-    assert [name for name in OUTCOMES if by_environment(name)] == ["terminated"]
-    assert not by_environment(None)
-    assert {"filtered", "stale"} == WHOLE_GROUP
+    looks = {"terminated": "plain", "truncated": "limit", "max_turns": "limit", "failed": "failed", "stale": "dropped"}
+    assert {name: look(name) for name in looks} == looks
+    assert {"terminated", "truncated", "max_turns"} <= set(FINISHED)
+    assert (is_cut("truncated"), is_cut("max_turns"), is_cut("terminated")) == (True, False, False)
+    assert (by_environment("terminated"), by_environment("truncated"), by_environment(None)) == (True, False, False)
+    assert {"failed"} == FAILED
+    assert {"filtered", "stale"} <= WHOLE_GROUP
+    assert "oversampled" not in WHOLE_GROUP
     assert {"stale"} == OVERRULING
-    assert [look(name) for name in OUTCOMES] == ["plain", "limit", "limit", "failed", "dropped", "dropped", "dropped"]
 
 
 def test_finished_trajectories_have_names_in_the_metrics_of_nemo_rl_of_their_own() -> None:

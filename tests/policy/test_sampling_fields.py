@@ -46,7 +46,8 @@ TOLD: dict[str, Any] = {
 def told(name: str) -> Any:
     """A value of a field that is not its default."""
     field = SAMPLING_FIELDS[name]
-    return TOLD[name] if name in TOLD else 0.5 if isinstance(field.default, float) else 2
+    by_type = {float: 0.5, int: 2, bool: True}
+    return TOLD[name] if name in TOLD else by_type[type(field.default)]
 
 
 def plain(name: str) -> Any:

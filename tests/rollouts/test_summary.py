@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import FailureRecord, Timing, TokenCounts, TrajectoryRecord
+from kuberoll_workers.data.stop_reasons import FINISHED
 from kuberoll_workers.rollouts.summary import nearest_rank, summarize
 
 RATES = ("natural_termination_rate", "truncation_rate", "max_turns_reached_rate", "failed_rate")
@@ -76,7 +77,7 @@ def test_numbers() -> None:
             finished([(0, 0), (3, 3)], reward=4.0, stop_reason="max_turns"),
         ]
     )
-    assert metrics == {
+    expected = {
         "total_turns": 6,
         "avg_turns_per_sample": 2.0,
         "max_turns_per_sample": 3,
@@ -97,6 +98,8 @@ def test_numbers() -> None:
         "active_samples_per_turn": [3, 2, 1],
         "total_gen_tokens_per_turn": [7, 7, 1],
     }
+    rates = {ending.rate: 0.0 for ending in FINISHED.values()}
+    assert metrics == rates | expected
 
 
 def test_a_turn_generates_tokens_whatever_its_roles_are_called() -> None:
