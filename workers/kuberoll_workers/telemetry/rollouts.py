@@ -9,6 +9,7 @@ from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry
 
+from kuberoll_api.metrics import Counter
 from kuberoll_workers.data.record import FailureKind
 from kuberoll_workers.telemetry import definitions as metrics
 from kuberoll_workers.telemetry.consumer import ConsumerMetrics
@@ -82,31 +83,26 @@ class RolloutMetrics:
         self.job = job
         self.registry = registry = registry if registry is not None else CollectorRegistry()
         self.read_counts: Callable[[], TrajectoryCounts] | None = None
+        self._counters = {
+            name: counter(metric, registry)
+            for name, metric in metrics.METRICS.items()
+            if isinstance(metric, Counter) and metric.labels[:2] == ("rolloutjob", "environment")
+        }
         self._planned = gauge(metrics.TRAJECTORIES_PLANNED, registry)
         self._stored = gauge(metrics.TRAJECTORIES_STORED, registry)
         self._abandoned = gauge(metrics.TRAJECTORIES_ABANDONED, registry)
         self._active = gauge(metrics.TRAJECTORIES_ACTIVE, registry)
-        self._trajectories = counter(metrics.TRAJECTORIES, registry)
+        self._trajectories = self._counters[metrics.TRAJECTORIES.name]
         self._trajectory_seconds = histogram(metrics.TRAJECTORY_SECONDS, registry)
         self._trajectory_turns = histogram(metrics.TRAJECTORY_TURNS, registry)
-        self._resumed_turns = counter(metrics.RESUMED_TURNS, registry)
-        self._episodes = counter(metrics.EPISODES, registry)
-        self._episodes_closed = counter(metrics.EPISODES_CLOSED, registry)
-        self._episode_recoveries = counter(metrics.EPISODE_RECOVERIES, registry)
-        self._agent_calls = counter(metrics.AGENT_CALLS, registry)
-        self._dropped = counter(metrics.DROPPED_TRAJECTORIES, registry)
-        self._dropped_tokens = counter(metrics.DROPPED_TOKENS, registry)
-        self._turns = counter(metrics.TURNS, registry)
+        self._turns = self._counters[metrics.TURNS.name]
         self._waiting_seconds = histogram(metrics.TURN_WAITING_SECONDS, registry)
         self._generation_seconds = histogram(metrics.TURN_GENERATION_SECONDS, registry)
         self._environment_seconds = histogram(metrics.TURN_ENVIRONMENT_SECONDS, registry)
         self._timeout_seconds = gauge(metrics.ENVIRONMENT_TIMEOUT_SECONDS, registry)
-        self._tokens = counter(metrics.TOKENS, registry)
+        self._tokens = self._counters[metrics.TOKENS.name]
         self._reward = histogram(metrics.TRAJECTORY_REWARD, registry)
-        self._reward_total = counter(metrics.REWARD, registry)
-        self._failures = counter(metrics.FAILURES, registry)
-        self._retries = counter(metrics.RETRIES, registry)
-        self._prefix_violations = counter(metrics.PREFIX_VIOLATIONS, registry)
+        self._reward_total = self._counters[metrics.REWARD.name]
         self._lag = histogram(metrics.EVENT_LOOP_LAG_SECONDS, registry).labels(job)
         self.journal_seconds = JournalMetrics(job, registry)
         self._environments: dict[str, EnvironmentMetrics] = {}
@@ -236,9 +232,16 @@ class EnvironmentMetrics:
         # Start at 0: Prometheus does not see the increase of a series that first appears above 0.
         rollouts._trajectories.labels(*labels, "failed")
         for stage in ("generation", "environment"):
-            rollouts._retries.labels(*labels, stage)
+            self.count(metrics.RETRIES, stage, amount=0)
             for kind in get_args(FailureKind):
-                rollouts._failures.labels(*labels, kind, stage)
+                self.count(metrics.FAILURES, kind, stage, amount=0)
+
+    def count(self, metric: Counter, *labels: str, amount: float = 1) -> None:
+        """Count what is rare, by a counter of `definitions` whose labels are the job, the environment, and these.
+
+        A new counter needs nothing here. What happens in every turn is tallied instead, and published at a flush.
+        """
+        self._rollouts._counters[metric.name].labels(*self._labels, *labels).inc(amount)
 
     def set_step_timeout(self, seconds: float) -> None:
         """Set the time limit of a step."""
@@ -324,38 +327,38 @@ class EnvironmentMetrics:
     def record_failure(self, *, kind: str, stage: str) -> None:
         """Count a trajectory that failed permanently."""
         self._stops["failed"] = self._stops.get("failed", 0) + 1
-        self._rollouts._failures.labels(*self._labels, kind, stage).inc()
+        self.count(metrics.FAILURES, kind, stage)
 
     def record_drop(self, *, reason: str, tokens: int) -> None:
         """Count a dropped trajectory and its generated tokens."""
-        self._rollouts._dropped.labels(*self._labels, reason).inc()
-        self._rollouts._dropped_tokens.labels(*self._labels, reason).inc(tokens)
+        self.count(metrics.DROPPED_TRAJECTORIES, reason)
+        self.count(metrics.DROPPED_TOKENS, reason, amount=tokens)
 
     def record_prefix_violation(self) -> None:
         """Count a trajectory whose context was not the concatenation of its messages."""
-        self._rollouts._prefix_violations.labels(*self._labels).inc()
+        self.count(metrics.PREFIX_VIOLATIONS)
 
     def record_resume(self, turns: int) -> None:
         """Count the turns of a resumed trajectory from before the interruption."""
-        self._rollouts._resumed_turns.labels(*self._labels).inc(turns)
+        self.count(metrics.RESUMED_TURNS, amount=turns)
 
     def record_episode(self) -> None:
         """Count an episode that began."""
-        self._rollouts._episodes.labels(*self._labels).inc()
+        self.count(metrics.EPISODES)
 
     def record_close(self, done: bool) -> None:
         """Count the `close` of an episode; `done` is False if it failed."""
-        self._rollouts._episodes_closed.labels(*self._labels, "closed" if done else "failed").inc()
+        self.count(metrics.EPISODES_CLOSED, "closed" if done else "failed")
 
     def record_recovery(self, recovery: str) -> None:
         """Count the loss of an episode."""
-        self._rollouts._episode_recoveries.labels(*self._labels, recovery).inc()
+        self.count(metrics.EPISODE_RECOVERIES, recovery)
 
     def record_calls(self, continuity: Mapping[str, int]) -> None:
         """Count an agent's calls by how they continued others."""
         for name, count in continuity.items():
-            self._rollouts._agent_calls.labels(*self._labels, name).inc(count)
+            self.count(metrics.AGENT_CALLS, name, amount=count)
 
     def record_retry(self, stage: str) -> None:
         """Count a retry."""
-        self._rollouts._retries.labels(*self._labels, stage).inc()
+        self.count(metrics.RETRIES, stage)
