@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from kuberoll_api.model.generation import BackendName
 from kuberoll_api.model.types import MAX_COUNT, Commit, Model, Name, keyed_by
 
 Phase = Literal["Pending", "Queued", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed"]
@@ -47,7 +48,7 @@ class Condition(Model):
 class GenerationStatus(Model):
     """The policy's replicas."""
 
-    backend: Literal["KubeRay", "Native", "External"] | None = Field(
+    backend: BackendName | None = Field(
         default=None, description="Backend that runs the engine, resolved when the job was first seen."
     )
     endpoint: Annotated[str, StringConstraints(max_length=2048)] | None = Field(

@@ -238,10 +238,14 @@ _SCALE: Final = OPERATION | Traits(change="AnyTime", reader="Operator")
 ParserName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)]
 
 
+BackendName = Literal["KubeRay", "Native", "External"]
+"""Ways to run the engine; the operator has a module for each in `backends`."""
+
+
 class Generation(PodOptions):
     """The policy: model, engine, number of replicas and sampling."""
 
-    backend: Annotated[Literal["Auto", "KubeRay", "Native", "External"], OPERATION] = Field(
+    backend: Annotated[Literal["Auto", BackendName], OPERATION] = Field(
         default="Auto",
         description="How the engine is run: by KubeRay, in plain Deployments (Native), or outside the job (External). "
         "Auto: KubeRay if the cluster serves its CRD, else Native. `kuberoll run` treats all but "

@@ -13,7 +13,7 @@ from kuberoll_operator.backends.native import Native
 
 __all__ = ["BACKENDS", "Backend", "GenerationState", "backend_of", "runs_in_job"]
 
-BACKENDS: Final[Mapping[str, Backend]] = {"KubeRay": KubeRay(), "Native": Native(), "External": External()}
+BACKENDS: Final[Mapping[str, Backend]] = {backend.name: backend for backend in (KubeRay(), Native(), External())}
 
 
 def runs_in_job(name: str | None) -> bool:
