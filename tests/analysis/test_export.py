@@ -565,7 +565,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
         export(tmp_path, "sharegpt", trajectory(), file="train.parquet")
     with pytest.raises(ExportError, match="environment maths; the run has puzzle"):
         export(tmp_path, "trl", trajectory(), selection=Selection(environments=frozenset({"maths"})))
-    with pytest.raises(ExportError, match="--to parquet: unknown format; installed formats are areal, .*trl"):
+    with pytest.raises(ExportError, match=r"--to parquet: unknown format; installed formats are areal, .*trl"):
         export(tmp_path, "parquet", trajectory())
     with pytest.raises(ExportError, match=r"no trajectory is selected \(1 of less reward\)"):
         export(tmp_path, "trl", trajectory(), selection=Selection(min_reward=2.0))

@@ -14,7 +14,7 @@ Distribution: TypeAlias = Mapping[str, Any]
 LEAST_TEMPERATURE: Final = 0.01
 """Lowest temperature that responses are sampled at, beside 0: vLLM takes it for any that is lower."""
 
-_CORE: Final = tuple((name, type(SAMPLING_FIELDS[name].default)) for name in CORE)
+_KINDS: Final = tuple(type(SAMPLING_FIELDS[name].default) for name in CORE)
 _core_of = attrgetter(*CORE)
 # Those whose values are stored where they have an effect; a form has only its name stored.
 _USUAL: Final[Mapping[str, Any]] = {
@@ -36,7 +36,8 @@ def distribution_of(parameters: Any) -> dict[str, Any]:
 
     Constraints are named: a `structured_outputs` has the name of its form, and `constraints` the names of others.
     """
-    found: dict[str, Any] = {name: kind(value) for (name, kind), value in zip(_CORE, _core_of(parameters), strict=True)}
+    core = [kind(value) for kind, value in zip(_KINDS, _core_of(parameters), strict=True)]
+    found: dict[str, Any] = dict(zip(CORE, core, strict=True))
     if found["top_k"] <= 0:
         found["top_k"] = -1
     found |= {name: value for name, usual in _USUAL.items() if (value := getattr(parameters, name, usual)) != usual}
