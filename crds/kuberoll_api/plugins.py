@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import importlib.metadata
+from importlib.metadata import EntryPoint
 from typing import Any
 
 ENGINES = "kuberoll.engines"
 """Engines behind the Serve app (`kuberoll_workers.serving.engines.registry`), by name."""
+EXPORTS = "kuberoll.exports"
+"""Formats of `kuberoll export` (`kuberoll_workers.analysis.export.formats`), by name."""
 PLAYERS = "kuberoll.players"
 """Ways of playing the trajectories of an environment (`kuberoll_workers.rollouts.player`), by name."""
+
+_OURS = ("kuberoll.", "kuberoll_")
 
 
 class MissingPlugin(LookupError):
     """Nothing is registered under the name; the message has the names that are."""
+
+
+def installed(group: str) -> dict[str, EntryPoint]:
+    """What is registered, by name, sorted; of two with one name KubeRoll's, else that of the first distribution."""
+
+    def precedence(entry: EntryPoint) -> tuple[bool, str]:
+        return not entry.module.startswith(_OURS), entry.dist.name if entry.dist else ""
+
+    # The last one of a name stays.
+    found = sorted(importlib.metadata.entry_points(group=group), key=precedence, reverse=True)
+    return dict(sorted({entry.name: entry for entry in found}.items()))
 
 
 def load(group: str, name: str) -> Any:
@@ -22,8 +38,11 @@ def load(group: str, name: str) -> Any:
         MissingPlugin: Nothing is.
         ImportError: It needs what is not installed.
     """
-    registered = importlib.metadata.entry_points(group=group)
-    if name not in registered.names:
-        known = ", ".join(sorted(registered.names)) or "none"
-        raise MissingPlugin(f"no installed package registers {name!r} under {group}; known ones are {known}")
+    registered = installed(group)
+    if name not in registered:
+        known = ", ".join(registered) or "none"
+        raise MissingPlugin(
+            f"no installed package registers {name!r} under {group}; known ones are {known}. In a checkout, install "
+            "KubeRoll again when pyproject.toml has changed"
+        )
     return registered[name].load()

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kuberoll_api.plugins import EXPORTS, installed
 from kuberoll_workers.analysis import export as package
-from kuberoll_workers.analysis.export import registry
 from kuberoll_workers.analysis.export.exporting import export_run
 from kuberoll_workers.analysis.export.formats import FORMATS, ExportError, Format
-from kuberoll_workers.analysis.export.registry import EXPORTS, installed
 from kuberoll_workers.commands.export import export
 from tests.analysis.test_export import run_of, trajectory
 
@@ -56,14 +55,14 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ours_are_those_of_the_project_s_file() -> None:
-    assert {name: entry.value for name, entry in installed().items()} == OURS
+    assert {name: entry.value for name, entry in installed(EXPORTS).items()} == OURS
     assert list(FORMATS) == sorted(OURS)
     for name, format in FORMATS.items():
         assert format.name == name
 
 
 def test_each_module_with_a_format_is_registered() -> None:
-    modules = {entry.module for entry in installed().values()}
+    modules = {entry.module for entry in installed(EXPORTS).values()}
     for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         values = vars(__import__(found.name, fromlist=["_"])).values()
         assert any(isinstance(value, Format) for value in values) == (found.name in modules), found.name
@@ -77,8 +76,7 @@ def test_an_install_has_the_formats_that_its_metadata_list(monkeypatch: pytest.M
     listed = "\n".join(f"{name} = {value}" for name, value in OURS.items())
     (metadata / "entry_points.txt").write_text(f"[{EXPORTS}]\n{listed}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(registry, "_PROJECT", tmp_path / "pyproject.toml")
-    assert {name: entry.value for name, entry in installed().items()} == OURS
+    assert {name: entry.value for name, entry in installed(EXPORTS).items()} == OURS
 
 
 @pytest.mark.usefixtures("others")
@@ -101,10 +99,10 @@ def test_ours_keep_their_names_and_what_cannot_be_loaded_says_why() -> None:
 
 def test_the_command_offers_what_is_installed() -> None:
     (to,) = (option for option in export.params if option.name == "to")
-    assert list(getattr(to.type, "choices")) == list(installed())  # noqa: B009 - of click's Choice
+    assert list(getattr(to.type, "choices")) == list(installed(EXPORTS))  # noqa: B009 - of click's Choice
     refused = CliRunner().invoke(export, ["run", "--to", "parquet"])
     assert refused.exit_code == 2
-    assert all(f"'{name}'" in refused.output for name in installed())
+    assert all(f"'{name}'" in refused.output for name in installed(EXPORTS))
 
 
 def test_an_entry_point_is_loaded_only_when_its_format_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

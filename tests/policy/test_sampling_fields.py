@@ -14,6 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from kuberoll_api.model.generation import Sampling, SimulatedEngine
 from kuberoll_api.model.sampling_fields import AT_ZERO, CORE, SAMPLING_FIELDS
+from kuberoll_workers.adapters.nemo_gym_rollouts import _params
 from kuberoll_workers.data.sampling import distribution_of
 from kuberoll_workers.dataset.rows import RowPosition, parse_row
 from kuberoll_workers.output.identity import settled
@@ -26,7 +27,6 @@ from kuberoll_workers.policy.interface import (
     SamplingParameters,
     StructuredOutputs,
 )
-from kuberoll_workers.rollouts.gym_agents import _params
 from kuberoll_workers.rollouts.settings import job_sampling, sampling_of
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.serving.sessions.limits import _fields
@@ -223,7 +223,7 @@ def test_what_has_no_effect_at_temperature_0_makes_no_other_run_or_distribution(
 # Beside the table: the forms that some of all fields take elsewhere, the three that the Responses API has, what others
 # call them (the configuration of NeMo RL, the API of NeMo Gym), and the requests of an engine's own check.
 EXEMPT = {
-    "model/sampling_fields.py", "policy/interface.py", "engines/simulated_core.py", "rollouts/gym_agents.py",
+    "model/sampling_fields.py", "policy/interface.py", "engines/simulated_core.py", "adapters/nemo_gym_rollouts.py",
     "nemo_rl/gym.py", "nemo_rl/served.py", "engines/vllm_prober.py",
 }  # fmt: skip
 

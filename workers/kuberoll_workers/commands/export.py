@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from kuberoll_workers.analysis.export.registry import installed
+from kuberoll_api.plugins import EXPORTS, installed
 from kuberoll_workers.data.stop_reasons import FINISHED
 from kuberoll_workers.data.text import visible
 
@@ -24,7 +24,7 @@ _NAMED = 5
 
 @click.command()
 @click.argument("run", metavar="DIR|URI")
-@click.option("--to", type=click.Choice(list(installed())), required=True, help="The trainer's format.")
+@click.option("--to", type=click.Choice(list(installed(EXPORTS))), required=True, help="The trainer's format.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kuberoll_workers.analysis.export.registry import EXPORTS, installed
+from kuberoll_api.plugins import EXPORTS, installed
 from kuberoll_workers.analysis.export.samplings import Assumption
 from kuberoll_workers.data.record import TrajectoryRecord
 
@@ -54,7 +54,7 @@ class _Installed(Mapping[str, Format]):
     """The installed formats by name; each is loaded when it is asked for."""
 
     def __getitem__(self, name: str) -> Format:
-        entry = installed()[name]
+        entry = installed(EXPORTS)[name]
         where = f"{entry.value}, of the entry point {name} in the group {EXPORTS}"
         try:
             found = entry.load()
@@ -65,13 +65,13 @@ class _Installed(Mapping[str, Format]):
         return found
 
     def __contains__(self, name: object) -> bool:
-        return name in installed()
+        return name in installed(EXPORTS)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(installed())
+        return iter(installed(EXPORTS))
 
     def __len__(self) -> int:
-        return len(installed())
+        return len(installed(EXPORTS))
 
 
 FORMATS: Mapping[str, Format] = _Installed()

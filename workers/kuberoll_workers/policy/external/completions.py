@@ -10,7 +10,6 @@ import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenization import Tokenizer
-from kuberoll_workers.data.tokenizer import Tokenizer
 from kuberoll_workers.policy.external.fields import openai_fields
 from kuberoll_workers.policy.interface import (
     FinishReason,
