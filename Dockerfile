@@ -5,7 +5,7 @@
 #   docker build --target serve    -t kuberoll/generation:0.1.0 .                          # NVIDIA GPUs
 #   docker build --target serve    -t kuberoll/generation:0.1.0-cpu --build-arg ENGINE=cpu .
 #
-# Any of docker, podman and buildah will do. docs/images.md: sizes, users, how to use your own environments' packages.
+# Any of docker, podman and buildah will do. docs/how-to/images.md: sizes, users, how to use your own environments' packages.
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
 # vLLM's own image: it has CUDA's libraries, and the C compiler that Triton's kernels are started with.
 ARG GPU_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
@@ -70,7 +70,7 @@ ENTRYPOINT ["python", "-m", "kuberoll_operator"]
 
 FROM dependencies-worker AS worker
 USER root
-# With pip: packages of environments are added (docs/images.md).
+# With pip: packages of environments are added (docs/how-to/images.md).
 RUN python -m ensurepip --default-pip
 USER 65532:65532
 COPY --from=application /opt/application /opt/kuberoll

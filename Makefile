@@ -68,12 +68,12 @@ bench: install-dev ## Measure what the project watches, in some ten minutes; COM
 
 crd: install-dev ## Make from the model: the CRD, the reference of its fields, the chart's schema and tables.
 	$(BIN)/kuberoll crd > crds/rolloutjobs.kuberoll.io.yaml
-	$(BIN)/kuberoll crd --reference > docs/rolloutjob.md
+	$(BIN)/kuberoll crd --reference > docs/reference/rolloutjob.md
 	$(BIN)/python scripts/chart.py
 	$(BIN)/python scripts/dashboards.py
 	$(BIN)/python scripts/metrics.py
 
-images: ## Build the three images with BUILDER=docker (podman, buildah), for ENGINE=gpu (cpu): docs/images.md.
+images: ## Build the three images with BUILDER=docker (podman, buildah), for ENGINE=gpu (cpu): docs/how-to/images.md.
 	$(BUILD) --target operator -t $(REGISTRY)/kuberoll/operator:$(TAG) .
 	$(BUILD) --target worker -t $(REGISTRY)/kuberoll/worker:$(TAG) .
 	$(BUILD) --target serve --build-arg ENGINE=$(ENGINE) -t $(REGISTRY)/kuberoll/generation:$(TAG) \

@@ -1,6 +1,6 @@
-"""Makes docs/first-hour.md: a new user's first commands, with what they print and how long they take.
+"""Makes docs/tutorials/first-hour.md: a new user's first commands, with what they print and how long they take.
 
-    python scripts/first_hour.py [--page docs/first-hour.md]
+    python scripts/first_hour.py [--page docs/tutorials/first-hour.md]
 
 It clones this repository into an empty directory, installs it, and runs every command of the page there. It stops at a
 command whose exit code is not the expected one; then the page stays as it was.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PAGE: Final = ROOT / "docs" / "first-hour.md"
+PAGE: Final = ROOT / "docs" / "tutorials" / "first-hour.md"
 
 ENVIRONMENT: Final = '''\
 class Guess:
@@ -125,7 +125,8 @@ SECTIONS: Final[dict[str, Sequence[Step]]] = {
     ],
     "An environment of your own, with a bug": [
         Step(
-            text="An environment is a class with two methods ([environments.md](environments.md)); a job names it:",
+            text="An environment is a class with two methods ([environments](../reference/environments.md)); "
+            "a job names it:",
             files={"guessing.py": ENVIRONMENT, "job.yaml": JOB},
             command=".venv/bin/kuberoll run job.yaml --output runs/bug",
             code=1,
@@ -196,7 +197,8 @@ SECTIONS: Final[dict[str, Sequence[Step]]] = {
     "The report": [
         Step(
             text="Every run has a `report.html`, with all trajectories to read and search "
-            "([inspecting.md](inspecting.md)). `kuberoll report` makes it again, here for the run with the bug:",
+            "([inspecting.md](../how-to/inspecting.md)). `kuberoll report` makes it again, here for the run with the "
+            "bug:",
             command=".venv/bin/kuberoll report runs/bug --output bug.html",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Makes docs/metrics.md, the reference of all metrics, of their definitions.
+"""Makes docs/reference/metrics.md, the reference of all metrics, of their definitions.
 
     python scripts/metrics.py [--check]
 
@@ -17,7 +17,7 @@ from kuberoll_operator import metric_definitions as operator
 from kuberoll_workers.telemetry import definitions as workers
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-OUTPUT: Final = ROOT / "docs" / "metrics.md"
+OUTPUT: Final = ROOT / "docs" / "reference" / "metrics.md"
 
 _HEAD = """\
 # Metrics
@@ -28,7 +28,8 @@ rewards, which may be negative, has no sum); a sum over `_count` is a mean. [ale
 when something is wrong.
 
 The engine's own metrics, `ray_vllm_*`, `ray_serve_*` and `ray_kuberoll_self_check_*`
-([serving.md](serving.md#the-self-check-of-an-engine)), come from Ray: a generation pod serves them on port 8080.
+([serving.md](../explanation/serving.md#the-self-check-of-an-engine)), come from Ray: a generation pod serves them on
+port 8080.
 """
 
 _WORKERS = """\
@@ -47,7 +48,7 @@ Labels have few values, so that the number of series does not grow with the numb
 
 
 def reference() -> str:
-    """The text of docs/metrics.md."""
+    """The text of docs/reference/metrics.md."""
     parts = [
         _HEAD,
         "## Workers\n",

@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, what importing costs, and what docs/architecture.md says of it."""
+"""The rules of docs/explanation/architecture.md: who may import whom, and what importing costs."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def foreign_modules(names: str) -> set[str]:
 
 
 def rows_of(title: str) -> list[list[str]]:
-    """The cells of a section's table in docs/architecture.md, without its head."""
-    page = (ROOT / "docs/architecture.md").read_text()
+    """The cells of a section's table in docs/explanation/architecture.md, without its head."""
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
     section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return [row for row in rows if "`" in row[0] or "`" in row[-1]]

@@ -42,7 +42,7 @@ PAGES = sorted(
     str(page.relative_to(ROOT))
     for pattern in (
         "*.md",
-        "docs/*.md",
+        "docs/**/*.md",
         "benchmarks/*.md",
         "charts/*/*.md",
         "examples/models/*/*.md",
@@ -57,7 +57,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_the_chat_template_writes_what_its_model_knows() -> None:
-    (given,) = [text for text in blocks("docs/rollouts.md", "yaml") if "chatTemplate:" in text]
+    (given,) = [text for text in blocks("docs/explanation/rollouts.md", "yaml") if "chatTemplate:" in text]
     (document,) = parse_documents(given)
     own = ModelSource.model_validate(document.value["spec"]["generation"]["model"])
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 2+2?\n"}]
@@ -68,7 +68,7 @@ def test_the_chat_template_writes_what_its_model_knows() -> None:
 
 def test_the_agents_of_the_docs_are_those_of_the_examples() -> None:
     examples = [path.read_text() for path in (ROOT / "examples" / "agents").glob("*.py")]
-    shown = blocks("docs/agents.md", "python")
+    shown = blocks("docs/how-to/agents.md", "python")
     assert len(shown) == 4
     for code in shown:
         assert any(code in text for text in examples), code
@@ -81,7 +81,7 @@ def test_the_readme_s_manifest_is_valid() -> None:
 
 
 async def test_the_episodes_of_the_docs_can_be_played() -> None:
-    _, code, *_ = blocks("docs/environments.md", "python")
+    _, code, *_ = blocks("docs/reference/environments.md", "python")
     module = types.ModuleType("walking")
     exec(code, module.__dict__)
     environment = module.__dict__["Walk"]({})
@@ -98,7 +98,7 @@ async def test_the_episodes_of_the_docs_can_be_played() -> None:
 
 
 def test_the_group_of_the_docs_can_be_scored() -> None:
-    *_, code, _ = blocks("docs/environments.md", "python")
+    *_, code, _ = blocks("docs/reference/environments.md", "python")
     module = types.ModuleType("ranking")
     exec(code, module.__dict__)
 
@@ -116,7 +116,7 @@ def test_the_group_of_the_docs_can_be_scored() -> None:
 
 
 async def test_the_tools_of_the_docs_can_be_called() -> None:
-    *_, code = blocks("docs/environments.md", "python")
+    *_, code = blocks("docs/reference/environments.md", "python")
     module = types.ModuleType("shopping")
     # Its annotations are read from the module.
     sys.modules["shopping"] = module
@@ -126,7 +126,7 @@ async def test_the_tools_of_the_docs_can_be_called() -> None:
     finally:
         del sys.modules["shopping"]
     assert [tool.schema for tool in shop.functions.values()] == [tool.schema for tool in Shop({}).functions.values()]
-    manifest = next(text for text in blocks("docs/environments.md", "yaml") if "toolCallParser" in text)
+    manifest = next(text for text in blocks("docs/reference/environments.md", "yaml") if "toolCallParser" in text)
     document = parse_documents(manifest)[0].value
     assert Environment.model_validate(document["environments"][0]).entrypoint == "shopping:Shop"
     assert document["generation"]["toolCallParser"] == "hermes"
@@ -146,10 +146,10 @@ async def test_the_tools_of_the_docs_can_be_called() -> None:
 
 
 async def test_the_environment_of_the_docs_can_be_played() -> None:
-    code, *_ = blocks("docs/environments.md", "python")
+    code, *_ = blocks("docs/reference/environments.md", "python")
     module = types.ModuleType("guessing")
     exec(code, module.__dict__)
-    manifest, _, access, remote, sandboxes, template, code_execution = blocks("docs/environments.md", "yaml")
+    manifest, _, access, remote, sandboxes, template, code_execution = blocks("docs/reference/environments.md", "yaml")
     (given,) = parse_documents(manifest)[0].value["environments"]
     spec = Environment.model_validate(given)
     (judge,) = parse_documents(access)[0].value["environments"]
@@ -182,7 +182,7 @@ async def test_the_environment_of_the_docs_can_be_played() -> None:
 
 
 def test_the_documented_trajectory_has_the_record_s_fields() -> None:
-    (text,) = blocks("docs/trajectories.md", "json")
+    (text,) = blocks("docs/reference/trajectories.md", "json")
     example = json.loads(text.replace("…, ", "").replace(", …", "").replace("[…]", "[]"))
     # Left out where it says what is usual.
     usual = {"token_source", "tools", "branches", "continuity", "group_order", "sampling"}
@@ -190,7 +190,7 @@ def test_the_documented_trajectory_has_the_record_s_fields() -> None:
 
 
 async def test_the_loop_can_be_used_as_the_docs_show() -> None:
-    (code,) = blocks("docs/rollouts.md", "python")
+    (code,) = blocks("docs/explanation/rollouts.md", "python")
     kept: list[int] = []
 
     def train_on(group: list[TrajectoryRecord]) -> bool:
@@ -222,7 +222,7 @@ async def test_the_loop_can_be_used_as_the_docs_show() -> None:
             "groups": groups(),
             "train_on": train_on,
         }
-        compiled = compile(code, "docs/rollouts.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        compiled = compile(code, "docs/explanation/rollouts.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         running = eval(compiled, names)
         assert inspect.isawaitable(running)
         await running
@@ -232,7 +232,7 @@ async def test_the_loop_can_be_used_as_the_docs_show() -> None:
 
 
 def test_the_imports_for_users_of_nemo_rl_are_there() -> None:
-    before, after = blocks("docs/nemo-rl.md", "python")[:2]
+    before, after = blocks("docs/how-to/nemo-rl.md", "python")[:2]
     names: dict[str, Any] = {}
     exec(after, names)
     imported = [alias.name for line in ast.parse(before).body for alias in getattr(line, "names", ())]
@@ -250,12 +250,12 @@ def collected_in(path: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_tests_that_are_named_exist(page: str) -> None:
     named = re.findall(r"(tests/[\w/.-]+\.py)::(\w+)", (ROOT / page).read_text())
-    assert len(named) >= (80 if page == "docs/nemo-rl.md" else 0)
+    assert len(named) >= (80 if page == "docs/how-to/nemo-rl.md" else 0)
     assert [(path, name) for path, name in named if name not in collected_in(ROOT / path)] == []
 
 
 def test_every_row_about_nemo_rl_names_a_test() -> None:
-    page = (ROOT / "docs/nemo-rl.md").read_text()
+    page = (ROOT / "docs/how-to/nemo-rl.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| NeMo RL |")]
     assert [row for row in rows if "::test_" not in row.rpartition(" | ")[2]] == []
     # Whatever is not the same says why.
@@ -274,8 +274,8 @@ def test_the_index_has_every_page_once() -> None:
     linked = [match[1] for row in rows if (match := re.match(r"\| \[[^]]+\]\(([^)]+)\) \| \S.*\|$", row))]
     assert len(linked) == len(rows)
     assert len(set(linked)) == len(linked)
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert {page for page in linked if "/" not in page} == pages
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("*/*.md")}
+    assert {page for page in linked if not page.startswith("../")} == pages
 
 
 @pytest.mark.parametrize("page", PAGES)

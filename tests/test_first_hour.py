@@ -1,4 +1,4 @@
-"""docs/first-hour.md is the page that scripts/first_hour.py makes now."""
+"""docs/tutorials/first-hour.md is the page that scripts/first_hour.py makes now."""
 
 from __future__ import annotations
 

@@ -725,7 +725,7 @@ def of_fields(count: int, deviation: float | None, **reward: Any) -> dict[str, A
 
 
 def test_the_documents_as_they_are_stored(tmp_path: Path) -> None:
-    """Two tasks: one whole, one of which a trajectory failed; docs/aggregates.md has the meaning of each number."""
+    """Two tasks: one whole, one of which a trajectory failed; docs/reference/aggregates.md defines each number."""
     files: Files = {
         "manifest.json": manifest(),
         "shard-00000.jsonl": [record(0, 0, 1.0), record(0, 1, 0.0), record(1, 2, 1.0)],

@@ -642,7 +642,7 @@ def test_some_of_each_environment_s_trajectories_are_replayed_twice_first(
     records = [played(0, number, [1] if number % 2 else []) for number in range(50)]
     tally = run(source_of(tmp_path / "run", records), tmp_path / "new", Listening, names=names)["count"]
     assert (tally.stored, dict(tally.left)) == (50, {rescore.NO_TURNS: 25})
-    assert f"The first {rescore.PROBED} are tried" in (ROOT / "docs" / "rescoring.md").read_text()
+    assert f"The first {rescore.PROBED} are tried" in (ROOT / "docs" / "how-to" / "rescoring.md").read_text()
     # Those without a turn say nothing; of the others as many as are probed, twice, and then all.
     assert len(replayed) == 2 * rescore.PROBED + 25
 

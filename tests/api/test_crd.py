@@ -43,7 +43,7 @@ PLACES = [place for place in places(SCHEMA) if place[0] not in ("", ".metadata",
 
 
 def test_the_files_are_as_the_model_is() -> None:
-    for arguments, file in (([], FILE), (["--reference"], ROOT / "docs" / "rolloutjob.md")):
+    for arguments, file in (([], FILE), (["--reference"], ROOT / "docs" / "reference" / "rolloutjob.md")):
         result = CliRunner().invoke(main, ["crd", *arguments])
         assert result.exit_code == 0
         assert file.read_text() == result.stdout, f"{file.name} is stale: make crd"
@@ -189,7 +189,7 @@ def test_columns_and_the_scale_show_fields_that_there_are() -> None:
 
 
 def test_the_reference_names_every_field() -> None:
-    page = (ROOT / "docs" / "rolloutjob.md").read_text()
+    page = (ROOT / "docs" / "reference" / "rolloutjob.md").read_text()
     for path, _ in PLACES:
         name = path.rpartition(".")[2]
         assert re.search(rf"`{re.escape(name)}`|{re.escape(name)}$", page, re.MULTILINE) or name.endswith(("[]", "{}"))

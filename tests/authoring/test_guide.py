@@ -13,7 +13,7 @@ import pytest
 from kuberoll_workers.authoring import CHECKS
 from kuberoll_workers.authoring.subject import Subject
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "writing-environments.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "tutorials" / "writing-environments.md").read_text()
 
 
 def lines_of(text: str) -> list[str]:

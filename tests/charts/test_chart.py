@@ -382,7 +382,7 @@ def test_monitors_find_what_they_scrape() -> None:
 
 def test_alerts_have_your_labels_and_a_runbook() -> None:
     rule = one(rendered(MATRIX["monitored"]), "PrometheusRule")
-    page = (ROOT / "docs" / "alerts.md").read_text().lower()
+    page = (ROOT / "docs" / "reference" / "alerts.md").read_text().lower()
     found = [item for group in rule["spec"]["groups"] for item in group["rules"]]
     assert len(found) == 8
     [operator] = [item for item in found if item["alert"] == "KuberollOperatorNotReconciling"]
@@ -392,7 +392,7 @@ def test_alerts_have_your_labels_and_a_runbook() -> None:
         assert item["labels"]["severity"] in {"warning", "critical"}
         assert "{{ $" in item["annotations"]["summary"] or item["alert"].startswith("KuberollOperator")
         url, _, anchor = item["annotations"]["runbook_url"].partition("#")
-        assert url.endswith("docs/alerts.md")
+        assert url.endswith("docs/reference/alerts.md")
         assert f"## {anchor}\n" in page
 
 

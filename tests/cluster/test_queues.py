@@ -50,7 +50,7 @@ def in_queue(namespace: str, name: str, priority: str = "low", **spec: Any) -> O
     return {**item, "metadata": {**item["metadata"], "labels": labels}}
 
 
-# As docs/queues.md has it: without the external framework Kueue would hold a job's own Job and pods for ever.
+# As docs/how-to/queues.md has it: without the external framework Kueue would hold a job's own Job and pods for ever.
 MANAGES_ALL = {
     "manageJobsWithoutQueueName": True,
     "managedJobsNamespaceSelector": {

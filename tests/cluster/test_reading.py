@@ -28,7 +28,7 @@ from tests.cluster.test_lifecycle import Cluster, check_complete, cluster, compl
 __all__ = ["cluster", "installed"]
 
 pytestmark = pytest.mark.timeout(300)
-PAGE = Path(__file__).parents[2] / "docs" / "reading-output.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "reading-output.md"
 READER = f"{names.COMPONENT_LABEL}={COMPONENT}"
 
 
@@ -82,7 +82,7 @@ async def person(api: Api, server: ApiServer, namespace: str, directory: Path, r
 
 
 def documented_rules() -> list[Object]:
-    """The rights that docs/reading-output.md says the commands need."""
+    """The rights that docs/how-to/reading-output.md says the commands need."""
     text = PAGE.read_text().split("```yaml\n", 1)[1].split("```", 1)[0]
     found: list[Object] = json.loads(json.dumps(YAML(typ="safe").load(text)["rules"]))
     return found
@@ -203,7 +203,7 @@ async def test_a_missing_right_is_named_before_anything_is_done(
     assert code == 2
     assert f"missing permission: you may not {verb} pods" in said
     assert (f"{verb} pods/exec" in said) == (verb == "create")
-    assert "docs/reading-output.md#rights" in said
+    assert "docs/how-to/reading-output.md#rights" in said
     assert await readers_of(cluster) == []
     nobody = await person(cluster.api, control_plane, cluster.namespace, reader.directory, [])
     code, _, said = await nobody.run("get", "rlj/puzzles")

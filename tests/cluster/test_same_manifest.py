@@ -43,16 +43,16 @@ CLAIMS: Object = {"apiGroups": [""], "resources": ["persistentvolumeclaims"], "v
 
 
 def documented_rules() -> list[Object]:
-    """The rights that docs/laptop-and-cluster.md says the command needs."""
-    text = blocks("docs/laptop-and-cluster.md", "yaml")[-1]
+    """The rights that docs/how-to/laptop-and-cluster.md says the command needs."""
+    text = blocks("docs/how-to/laptop-and-cluster.md", "yaml")[-1]
     found: list[Object] = json.loads(json.dumps(YAML(typ="safe").load(text)["rules"]))
     return found
 
 
 def write_manifest(directory: Path) -> Path:
-    """The README's manifest, with its environment as docs/environments.md has it, and rows for both environments."""
+    """The README's manifest, with the environment of docs/reference/environments.md, and rows for both."""
     (text,) = blocks("README.md", "yaml")
-    code, *_ = blocks("docs/environments.md", "python")
+    code, *_ = blocks("docs/reference/environments.md", "python")
     file = directory / "my-job.yaml"
     file.write_text(text)
     (directory / "guessing.py").write_text(f"import rewards\n{code}")

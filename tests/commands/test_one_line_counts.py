@@ -1,4 +1,4 @@
-"""Of several lines of one trajectory every command counts the same one: the rule of docs/trajectories.md."""
+"""Of several lines of one trajectory every command counts the same one: the rule of docs/reference/trajectories.md."""
 
 from __future__ import annotations
 

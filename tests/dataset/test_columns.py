@@ -20,7 +20,7 @@ from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_
 from kuberoll_workers.environments.builtin.math.answers import MathAnswersEnvironment
 
 PLACE = RowPosition("rows.jsonl:", 2)
-DOCS = Path(__file__).parents[2] / "docs" / "datasets.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "datasets.md"
 
 
 def parse(row: dict[str, Any], columns: dict[str, str] | None = None, template: str | None = None) -> Row:

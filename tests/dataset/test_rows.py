@@ -417,7 +417,7 @@ def test_deep_rows_are_refused() -> None:
 
 
 def test_the_rows_of_the_docs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "datasets.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "datasets.md"
     plain, of_gym, request = (
         json.loads(text) for text in re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)
     )

@@ -47,7 +47,7 @@ def test_each_is_tested_both_ways() -> None:
 
 
 def test_each_is_in_the_runbook() -> None:
-    pages = re.findall(r"^## (\w+)$", (ROOT / "docs" / "alerts.md").read_text(), flags=re.MULTILINE)
+    pages = re.findall(r"^## (\w+)$", (ROOT / "docs" / "reference" / "alerts.md").read_text(), flags=re.MULTILINE)
     assert pages == alerts()
 
 

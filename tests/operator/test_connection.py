@@ -94,7 +94,8 @@ def test_refusals_in_words() -> None:
     )
     refused = error_of(403, {"message": message, "reason": "Forbidden"}, "list /x")
     assert describe_error(refused).startswith(
-        "missing permission: jane may not list rolloutjobs.kuberoll.io in all namespaces; docs/reading-output.md#rights"
+        "missing permission: jane may not list rolloutjobs.kuberoll.io in all namespaces; "
+        "docs/how-to/reading-output.md#rights"
     )
     denied = error_of(403, {"message": 'admission webhook "w" denied the request'}, "create /x")
     assert 'admission webhook "w" denied' in describe_error(denied)

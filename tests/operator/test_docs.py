@@ -1,4 +1,4 @@
-"""docs/operating.md explains everything that the operator says."""
+"""docs/reference/operating.md explains everything that the operator says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.status.job_status import _PHASES
 from kuberoll_operator.transitions import RULES
 
-TEXT = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "operating.md").read_text()
 REASONS = sorted(value for name, value in vars(Reason).items() if name.isupper())
 
 

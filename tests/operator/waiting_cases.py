@@ -1,11 +1,11 @@
-"""Pods that wait, and what the operator says of them: the cases of tests/operator/waiting, and docs/waiting.md.
+"""Pods that wait, and what the operator says of them: the cases of tests/operator/waiting, docs/reference/waiting.md.
 
 A case is what a real control plane of Kubernetes 1.36.2, with real kubelets where those have a say, made of a Job named
 `j-workers` or a Deployment named `j-generation`: the objects and the events about them, verbatim but for managed fields
 and for kinds that the operator does not read. Where a driver or an autoscaler would have spoken that was not there, the
 case names what was written `by_hand`.
 
-    python -m tests.operator.waiting_cases --update    # writes docs/waiting.md
+    python -m tests.operator.waiting_cases --update    # writes docs/reference/waiting.md
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kuberoll_operator.signs import Signs, Subject, in_order, read_event
 from kuberoll_operator.waiting.questions import questions
 
 CASES = Path(__file__).parent / "waiting"
-PAGE = Path(__file__).parents[2] / "docs" / "waiting.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "waiting.md"
 CONTAINERS = {"workers": "worker", "generation": "generation"}
 
 
@@ -161,11 +161,11 @@ SECTIONS: dict[str, Sequence[str]] = {
         "sysctl-forbidden",
     ),
 }  # fmt: skip
-"""Cases of docs/waiting.md, by what holds a pod up."""
+"""Cases of docs/reference/waiting.md, by what holds a pod up."""
 
 
 def page() -> str:
-    """docs/waiting.md."""
+    """docs/reference/waiting.md."""
     lines = [_HEAD]
     for title, cases in SECTIONS.items():
         lines += [f"\n## {title}\n", "| reason | what the job says |", "|---|---|"]
@@ -188,7 +188,7 @@ _HEAD = """\
 
 A job says for what it waits: the column `Reason` of `kubectl get rlj` has the reason of the condition that holds it up,
 and `kubectl describe rlj JOB` the message, which has Kubernetes' own words, then what to do. `kuberoll top` has both
-below its table, and the [dashboard](monitoring.md#fleet) *Fleet* and the alert
+below its table, and the [dashboard](../how-to/monitoring.md#fleet) *Fleet* and the alert
 [KuberollJobWaiting](alerts.md#kuberolljobwaiting) the reason. The operator reads the statuses of pods and of what makes
 them, which it watches, and where those say nothing, the events about them and the PersistentVolumeClaims that they
 mount: 10 seconds after a pod should have started, and then ever less often, every 25 seconds at most. What is over is
@@ -197,7 +197,7 @@ in the kubelet's words.
 
 The tables have what is said of real objects of Kubernetes 1.36: names, numbers and addresses are those of the cluster
 where they were recorded. Most wait for somebody; `Starting` is under way. Reasons of a job's own doing are in
-[operating.md](operating.md#reasons), queues' in [queues.md](queues.md).
+[operating.md](operating.md#reasons), queues' in [queues.md](../how-to/queues.md).
 """
 
 _TAIL = """

@@ -1,4 +1,4 @@
-"""The loop of docs/training.md, with a real model, killed after a checkpoint and started again."""
+"""The loop of docs/how-to/training.md, with a real model, killed after a checkpoint and started again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUPS = 20
 @pytest.mark.slow
 def test_the_loop_of_the_guide_trains_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), flags=re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/training.md").read_text(), flags=re.DOTALL)
     script, checkpoint = tmp_path / "grpo.py", tmp_path / "checkpoint.pt"
     script.write_text(code)
     run = WrittenRun(tmp_path / "run", groups=GROUPS)

@@ -1,4 +1,4 @@
-"""The reference page of a RolloutJob's fields, docs/rolloutjob.md, generated from the CRD's schema."""
+"""The reference page of a RolloutJob's fields, docs/reference/rolloutjob.md, generated from the CRD's schema."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Applying:
         """
         if not await self._client.serves(ROLLOUT_JOBS):
             raise ConsoleError(
-                "the cluster has no RolloutJobs: install KubeRoll's chart (docs/quickstart-kubernetes.md)",
+                "the cluster has no RolloutJobs: install KubeRoll's chart (docs/tutorials/quickstart-kubernetes.md)",
                 code=2,
             )
         rehearsal = Applying(self._client, force=self._force, dry_run=True)

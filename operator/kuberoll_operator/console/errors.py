@@ -7,7 +7,7 @@ from typing import Final
 
 from kuberoll_operator.kube.errors import ApiError, Forbidden
 
-RIGHTS_PAGE: Final = "docs/reading-output.md#rights"
+RIGHTS_PAGE: Final = "docs/how-to/reading-output.md#rights"
 
 _DENIED = re.compile(
     r'User "(?P<user>[^"]+)" cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)" in API group "(?P<group>[^"]*)"'

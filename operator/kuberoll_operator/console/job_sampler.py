@@ -113,7 +113,7 @@ class JobSampler:
         except _MayNotProxy:
             self._refused = (
                 f"{_BY_STATUS} (missing permission: you may not get pods/proxy, which reaches the workers; "
-                "docs/reading-output.md#rights)"
+                "docs/how-to/reading-output.md#rights)"
             )
             return {}, 0
         for pod, answer in zip(pods, answers, strict=True):

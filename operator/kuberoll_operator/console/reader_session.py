@@ -93,7 +93,7 @@ class ReaderSession:
         if missing:
             raise ConsoleError(
                 f"missing permission: you may not {', '.join(missing)} in namespace {self._namespace}; the output is "
-                "read through a pod there (docs/reading-output.md#rights)",
+                "read through a pod there (docs/how-to/reading-output.md#rights)",
                 code=2,
             )
 

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl"),
 ]
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "reference"
 
 
 def test_the_transcript_is_what_a_server_answers(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Batches are whole prompt groups, each exactly once, as they finish; weights are published as versions.
 
-docs/training.md is the guide.
+docs/how-to/training.md is the guide.
 """
 
 from kuberoll.trainer.advantages import dr_grpo, grpo, rloo

@@ -1,4 +1,4 @@
-"""Statistics of trajectories: by group, over repeats, and of k tries. Formulas are in docs/aggregates.md."""
+"""Statistics of trajectories: by group, over repeats, and of k tries. Formulas are in docs/reference/aggregates.md."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def list_() -> None:
 
     for name in sorted(BUILT_INS):
         _list_one(name, Summary.of(name))
-    click.echo("\nEnvironments of other libraries (docs/environment-libraries.md):\n")
+    click.echo("\nEnvironments of other libraries (docs/how-to/environment-libraries.md):\n")
     for name in sorted(LIBRARIES):
         _list_one(name, Summary.of(name))
     click.echo("\nWrite your own: kuberoll env new NAME")

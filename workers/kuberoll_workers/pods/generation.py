@@ -6,7 +6,7 @@ A replica may span a group of pods: then this pod is its leader or a follower.
 
 FILE is a `contract.PodConfig`. Generation is on its port; `/healthz`, `/livez`, `/weights` and `/metrics` are on
 8080, served by this process, however busy the engine is. The file may change while the pod runs: changes of its
-`spec.weights` are applied, the rest is read at the start only. See docs/pods.md.
+`spec.weights` are applied, the rest is read at the start only. See docs/reference/pods.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rollout loop: generate, step the environment, reward, repeat. See `docs/rollouts.md` for its asynchronous API."""
+"""The rollout loop: generate, step the environment, reward, repeat; `docs/explanation/rollouts.md` has its API."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Aggregates of a run, for each environment and as a whole. Formulas: docs/aggregates.md."""
+"""Aggregates of a run, for each environment and as a whole. Formulas: docs/reference/aggregates.md."""

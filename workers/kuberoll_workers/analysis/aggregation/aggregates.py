@@ -1,4 +1,4 @@
-"""Numbers of a run, computed from its files alone, as defined in docs/aggregates.md."""
+"""Numbers of a run, computed from its files alone, as defined in docs/reference/aggregates.md."""
 
 from __future__ import annotations
 

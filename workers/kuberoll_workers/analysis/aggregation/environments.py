@@ -1,4 +1,4 @@
-"""Numbers of an environment, from its columns, as defined in docs/aggregates.md."""
+"""Numbers of an environment, from its columns, as defined in docs/reference/aggregates.md."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Distance:
 
     All responses are generated at full speed at best: at the rate of tokens that a tenth of the time reached in which
     there were any. And no run is shorter than its slowest trajectory, whose turns follow each other, with all that
-    they waited for. docs/performance.md has the definition.
+    they waited for. docs/explanation/performance.md has the definition.
 
     Attributes:
         seconds: In which trajectories were in progress; pauses do not count.

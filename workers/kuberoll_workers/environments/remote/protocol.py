@@ -1,4 +1,4 @@
-"""Messages of the HTTP protocol between workers and servers of environments, as JSON; docs/environment-protocol.md.
+"""Messages of the HTTP protocol between workers and environment servers: docs/reference/environment-protocol.md.
 
 They say the same as the messages to an environment's process (`wire`), with names for all fields, so that a server can
 be written in any language. Neither side executes anything that the other one sends, and both check what they receive.

@@ -61,7 +61,7 @@ class _Opened(NamedTuple):
 
 
 class OpenAIRoutes:
-    """vLLM's API over one engine; see `docs/openai.md`.
+    """vLLM's API over one engine; see `docs/how-to/openai.md`.
 
     Errors have the body `{"error": {"message", "type", "param", "code"}}`.
     """
