@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+# What makes the site needs versions of its own.
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 
@@ -30,7 +33,7 @@ BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install install-dev demo bench train crd images release-images chart release-chart wheel check test test-units test-ray test-processes test-cluster cluster-faults test-long lint format clean
+.PHONY: help install install-dev demo bench train crd images release-images chart release-chart wheel docs release-docs check test test-units test-ray test-processes test-cluster cluster-faults test-long lint format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -98,6 +101,19 @@ chart: install-dev ## Lint the Helm chart and package it into dist/.
 wheel: install-dev ## Build the wheel and the source distribution into dist/.
 	$(BIN)/python -m build --outdir dist
 
+$(DOCS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP) ## Build the site of docs/ in dist/site; a dead link or a page without a place in mkdocs.yml fails.
+	$(DOCS_VENV)/bin/mkdocs build --strict
+
+# The versions of the site are directories of the branch gh-pages, which GitHub Pages serves.
+release-docs: docs ## Commit the site as VERSION and as `latest` to the branch gh-pages: git.
+	$(DOCS_VENV)/bin/mike deploy --update-aliases $(VERSION) latest
+	$(DOCS_VENV)/bin/mike set-default latest
+
 # One process more than there are cores, since some tests wait; those that start the same heavy parts stay in one of them
 # (tests/conftest.py).
 PARALLEL := --numprocesses $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadgroup --no-loadscope-reorder
@@ -147,4 +163,4 @@ format: install-dev ## Format the code.
 	$(BIN)/ruff format
 
 clean: ## Remove what was installed and cached; runs stay.
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) $(DOCS_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist

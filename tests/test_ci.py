@@ -116,7 +116,9 @@ def test_what_lint_finds_is_told(tmp_path: Path) -> None:
 
 def test_the_project_has_one_home() -> None:
     home = PROJECT["urls"]["Homepage"]
-    assert all(url.startswith(home) for url in PROJECT["urls"].values())
+    site = PROJECT["urls"]["Documentation"]
+    assert all(url.startswith(home) for url in PROJECT["urls"].values() if url != site)
+    assert f"\nsite_url: {site}\nrepo_url: {home}\n" in (ROOT / "mkdocs.yml").read_text()
     assert f"home: {home}\n" in (ROOT / "charts/kuberoll/Chart.yaml").read_text()
     sources = re.findall(r'image\.source="(.*)"', (ROOT / "Dockerfile").read_text())
     assert set(sources) == {home}
