@@ -111,8 +111,7 @@ docs: $(DOCS_STAMP) ## Build the site of docs/ in dist/site; a dead link or a pa
 
 # The versions of the site are directories of the branch gh-pages, which GitHub Pages serves.
 release-docs: docs ## Commit the site as VERSION and as `latest` to the branch gh-pages: git.
-	$(DOCS_VENV)/bin/mike deploy --update-aliases $(VERSION) latest
-	$(DOCS_VENV)/bin/mike set-default latest
+	PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH"; mike deploy --update-aliases $(VERSION) latest && mike set-default latest
 
 # One process more than there are cores, since some tests wait; those that start the same heavy parts stay in one of them
 # (tests/conftest.py).

@@ -19,9 +19,8 @@ PAGE = SimpleNamespace(file=SimpleNamespace(src_uri="how-to/local.md"))
 
 def test_files_that_are_no_pages_are_linked_in_the_repository() -> None:
     text = "[a](../reference/metrics.md#x), [b](../../README.md#start), [c](training.md)"
-    assert on_page_markdown(text, page=PAGE, config=CONFIG) == (
-        "[a](../reference/metrics.md#x), [b](https://example.com/repository/blob/main/README.md#start), [c](training.md)"
-    )
+    repository = "https://example.com/repository/blob/main/README.md#start"
+    assert on_page_markdown(text, page=PAGE, config=CONFIG) == text.replace("../../README.md#start", repository)
     with pytest.raises(FileNotFoundError, match=r"how-to/local.md: there is no nowhere.md"):
         on_page_markdown("[a](../../nowhere.md)", page=PAGE, config=CONFIG)
 
@@ -38,6 +37,6 @@ def test_bars_in_the_code_of_tables() -> None:
     reason="needs the extra docs",
 )
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
     assert (tmp_path / "reference" / "rolloutjob" / "index.html").exists()
