@@ -81,7 +81,7 @@ def test_the_readme_s_manifest_is_valid() -> None:
 
 
 async def test_the_episodes_of_the_docs_can_be_played() -> None:
-    _, code, *_ = blocks("docs/reference/environments.md", "python")
+    code, _ = blocks("docs/reference/episodes.md", "python")
     module = types.ModuleType("walking")
     exec(code, module.__dict__)
     environment = module.__dict__["Walk"]({})
@@ -98,7 +98,7 @@ async def test_the_episodes_of_the_docs_can_be_played() -> None:
 
 
 def test_the_group_of_the_docs_can_be_scored() -> None:
-    *_, code, _ = blocks("docs/reference/environments.md", "python")
+    _, code = blocks("docs/reference/episodes.md", "python")
     module = types.ModuleType("ranking")
     exec(code, module.__dict__)
 
@@ -116,7 +116,7 @@ def test_the_group_of_the_docs_can_be_scored() -> None:
 
 
 async def test_the_tools_of_the_docs_can_be_called() -> None:
-    *_, code = blocks("docs/reference/environments.md", "python")
+    (code,) = blocks("docs/reference/tools.md", "python")
     module = types.ModuleType("shopping")
     # Its annotations are read from the module.
     sys.modules["shopping"] = module
@@ -126,7 +126,7 @@ async def test_the_tools_of_the_docs_can_be_called() -> None:
     finally:
         del sys.modules["shopping"]
     assert [tool.schema for tool in shop.functions.values()] == [tool.schema for tool in Shop({}).functions.values()]
-    manifest = next(text for text in blocks("docs/reference/environments.md", "yaml") if "toolCallParser" in text)
+    (manifest,) = blocks("docs/reference/tools.md", "yaml")
     document = parse_documents(manifest)[0].value
     assert Environment.model_validate(document["environments"][0]).entrypoint == "shopping:Shop"
     assert document["generation"]["toolCallParser"] == "hermes"
@@ -146,10 +146,13 @@ async def test_the_tools_of_the_docs_can_be_called() -> None:
 
 
 async def test_the_environment_of_the_docs_can_be_played() -> None:
-    code, *_ = blocks("docs/reference/environments.md", "python")
+    (code,) = blocks("docs/reference/environments.md", "python")
     module = types.ModuleType("guessing")
     exec(code, module.__dict__)
-    manifest, _, access, remote, sandboxes, template, code_execution = blocks("docs/reference/environments.md", "yaml")
+    (manifest,) = blocks("docs/reference/environments.md", "yaml")
+    (access,) = blocks("docs/reference/isolation.md", "yaml")
+    remote, sandboxes, template = blocks("docs/how-to/remote-environments.md", "yaml")
+    (code_execution,) = blocks("docs/reference/code-execution.md", "yaml")
     (given,) = parse_documents(manifest)[0].value["environments"]
     spec = Environment.model_validate(given)
     (judge,) = parse_documents(access)[0].value["environments"]
@@ -301,7 +304,6 @@ LONGER = {
     "how-to/training.md",
     "reference/aggregates.md",
     "reference/datasets.md",
-    "reference/environments.md",
     "reference/operating.md",
     "reference/pods.md",
     "reference/trajectories.md",

@@ -52,7 +52,7 @@ def documented_rules() -> list[Object]:
 def write_manifest(directory: Path) -> Path:
     """The README's manifest, with the environment of docs/reference/environments.md, and rows for both."""
     (text,) = blocks("README.md", "yaml")
-    code, *_ = blocks("docs/reference/environments.md", "python")
+    (code,) = blocks("docs/reference/environments.md", "python")
     file = directory / "my-job.yaml"
     file.write_text(text)
     (directory / "guessing.py").write_text(f"import rewards\n{code}")

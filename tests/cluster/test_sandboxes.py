@@ -41,7 +41,7 @@ VERSION = "extensions.agents.x-k8s.io/v1beta1"
 POOL_SIZE = 2
 MOUNT = "/etc/kuberoll-environment"
 
-# As docs/reference/environments.md has it, less what only a cluster has.
+# As docs/how-to/remote-environments.md has it, less what only a cluster has.
 TEMPLATE: Object = {
     "spec": {
         "automountServiceAccountToken": False,

@@ -304,7 +304,7 @@ def test_what_was_wrong_is_in_the_metadata(environment: CodeExecutionEnvironment
     [
         ({}, r"metadata\.tests: found None; it must have the tests"),
         ({"idx": "q-1", "tests": 3}, r"row 'q-1': metadata\.tests: found 3"),
-        ({"tests": []}, "forms of docs/reference/environments.md"),
+        ({"tests": []}, "forms of docs/reference/code-execution.md"),
         ({"tests": ["assert f(1 =="]}, "it is not Python"),
         ({"tests": ["assert f(1)"], "setup": "import ("}, r"metadata\.setup: .* it is not Python"),
         ({"input_output": "{'inputs'"}, "it is not valid JSON"),

@@ -21,9 +21,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "reference"
 
 
 def test_the_transcript_is_what_a_server_answers(tmp_path: Path) -> None:
-    [code] = re.findall(
-        r"```python\n(import random\n.*?class Walk.*?)```", (DOCS / "environments.md").read_text(), re.S
-    )
+    [code] = re.findall(r"```python\n(import random\n.*?class Walk.*?)```", (DOCS / "episodes.md").read_text(), re.S)
     (tmp_path / "walk.py").write_text(code)
     blocks = re.findall(r"```console\n(.*?)```", (DOCS / "environment-protocol.md").read_text(), re.S)
     server = ServerProcess("walk:Walk", variables={"PYTHONPATH": str(tmp_path)})

@@ -74,7 +74,7 @@ def tests_of(state: Mapping[str, Any]) -> Tests:
     """The tests of an episode.
 
     Raises:
-        UnusableRow: There are none, or they are in none of the forms of docs/reference/environments.md.
+        UnusableRow: There are none, or they are in none of the forms of docs/reference/code-execution.md.
     """
     key = next((key for key in TESTS_KEYS if state.get(key) is not None), None)
     if key is None:
@@ -96,7 +96,7 @@ def tests_of(state: Mapping[str, Any]) -> Tests:
         return _listed(state, key, found, function)
     if isinstance(found, Mapping):
         return _columns(state, key, found, function)
-    raise _unusable(state, key, found, "it must be tests in one of the forms of docs/reference/environments.md")
+    raise _unusable(state, key, found, "it must be tests in one of the forms of docs/reference/code-execution.md")
 
 
 def setup_of(state: Mapping[str, Any]) -> str:

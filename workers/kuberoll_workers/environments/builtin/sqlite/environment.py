@@ -116,7 +116,7 @@ class SqliteEnvironment(TurnEnvironment):
     the same order if that query orders them. With `score: State`, `<answer>` ends the episode, and the reward is 1 if
     the database is then as the row's statements make it. The database is made by `metadata.script`, or is the one of
     `config.databases` that `metadata.database` names. It is in memory, and in a process of its own without files; see
-    docs/reference/environments.md for what statements may do.
+    docs/reference/sqlite.md for what statements may do.
 
     Episode state: `queries` (turns used), `statements` (texts that changed the database, with `score: State`), at the
     end `correct`. The database itself is made anew in each turn.
