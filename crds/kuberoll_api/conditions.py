@@ -32,7 +32,7 @@ CONDITION_TYPES: Final = (
 
 
 class Reason:
-    """Reasons, grouped by condition. docs/reference/operating.md explains each."""
+    """Reasons, grouped by condition. docs/reference/reasons.md explains each."""
 
     # Suspended
     SUSPENDING: Final = "Suspending"

@@ -36,7 +36,7 @@ class Condition(Model):
     )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
     reason: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=256)] = Field(
-        description="Reason in one word; docs/reference/operating.md explains each."
+        description="Reason in one word; docs/reference/reasons.md explains each."
     )
     message: Annotated[str, StringConstraints(max_length=32768)] = Field(
         default="", description="Reason in a sentence, with the original message of the cause."

@@ -197,7 +197,7 @@ in the kubelet's words.
 
 The tables have what is said of real objects of Kubernetes 1.36: names, numbers and addresses are those of the cluster
 where they were recorded. Most wait for somebody; `Starting` is under way. Reasons of a job's own doing are in
-[operating.md](operating.md#reasons), queues' in [queues.md](../how-to/queues.md).
+[reasons.md](reasons.md), queues' in [queues.md](../how-to/queues.md).
 """
 
 _TAIL = """

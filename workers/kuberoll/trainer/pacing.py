@@ -1,6 +1,6 @@
 """How far a run may be ahead of its consumer, decided from what the consumer has taken; nothing here reads files.
 
-docs/how-to/training.md has the rule and its proof. The bound on what may begin with each version of the weights is
+docs/explanation/on-policy.md has the rule and its proof. The bound on what may begin with each version of the weights is
 that of AReaL ("AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning", 2025,
 staleness-aware training), by shard and anchored to what was really taken.
 """

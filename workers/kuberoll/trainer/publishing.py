@@ -1,6 +1,6 @@
 """Publishing of weights: a trainer's weights become what the replicas of a policy serve.
 
-docs/how-to/training.md describes what happens when one of the two fails in the middle.
+docs/how-to/publish-weights.md describes what happens when one of the two fails in the middle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What workers and consumers say to each other on the direct path; docs/how-to/training.md describes it.
+"""What workers and consumers say to each other on the direct path; docs/how-to/direct-path.md describes it.
 
 A worker answers `GET /v1/parts?epoch=E&after=N&seconds=S` with the parts of its journals that it has written since, or
 waits for one. `POST /v1/plan` tells it that the consumer has written a new plan.

@@ -1,6 +1,6 @@
 """A run as the rollouts of TRL's `GRPOTrainer`; needs TRL 1.16 or newer.
 
-docs/how-to/training.md has the example, and what TRL must be set to.
+docs/how-to/trainers.md has the example, and what TRL must be set to.
 """
 
 from __future__ import annotations
