@@ -599,7 +599,7 @@ def test_sft_trainer_trains_on_the_policy_s_own_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_documented_replay_has_groups_of_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tasks with one text, as with hidden state: the code of docs/how-to/export.md trains on each."""
+    """Three tasks with one text, as with hidden state; docs/reference/export-formats.md trains on each."""
     pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")
 
@@ -629,7 +629,7 @@ def test_the_documented_replay_has_groups_of_one_task(tmp_path: Path, monkeypatc
             super().__init__(rollout_func=rollout, reward_funcs=reward, **options)
 
     monkeypatch.setattr(trl, "GRPOTrainer", Recording)
-    (code,) = [block for block in blocks("docs/how-to/export.md", "python") if "GRPOTrainer(" in block]
+    (code,) = [block for block in blocks("docs/reference/export-formats.md", "python") if "GRPOTrainer(" in block]
     for shown, used in (
         ("samples = 8", "samples = 3"),
         ('"Qwen/Qwen2.5-1.5B-Instruct"', repr(str(TINY))),
@@ -637,7 +637,7 @@ def test_the_documented_replay_has_groups_of_one_task(tmp_path: Path, monkeypatc
     ):
         assert code.count(shown) == 1
         code = code.replace(shown, used)
-    exec(compile(code, "docs/how-to/export.md", "exec"), {})
+    exec(compile(code, "docs/reference/export-formats.md", "exec"), {})
     groups = [replayed[place : place + 3] for place in range(0, len(replayed), 3)]
     assert {group[0][0] for group in groups} == {0, 1, 4}
     assert all(sorted(group) == [(group[0][0], index) for index in range(3)] for group in groups)

@@ -12,6 +12,7 @@ from kuberoll_operator.transitions import RULES
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 TEXT = (PAGES / "operating.md").read_text()
+REASONS_TEXT = (PAGES / "reasons.md").read_text()
 REASONS = sorted(value for name, value in vars(Reason).items() if name.isupper())
 
 
@@ -24,7 +25,7 @@ def named(text: str) -> set[str]:
 
 
 def test_every_reason_and_no_other() -> None:
-    rows = {row.split("|")[1].strip(" `") for row in (PAGES / "reasons.md").read_text().splitlines() if row.startswith("| `")}
+    rows = {row.split("|")[1].strip(" `") for row in REASONS_TEXT.splitlines() if row.startswith("| `")}
     assert rows == set(REASONS)
 
 

@@ -1,7 +1,7 @@
 """How far a run may be ahead of its consumer, decided from what the consumer has taken; nothing here reads files.
 
-docs/explanation/on-policy.md has the rule and its proof. The bound on what may begin with each version of the weights is
-that of AReaL ("AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning", 2025,
+docs/explanation/on-policy.md has the rule and its proof. The bound on what may begin with each version of the weights
+is that of AReaL ("AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning", 2025,
 staleness-aware training), by shard and anchored to what was really taken.
 """
 

@@ -454,12 +454,12 @@ def _prepare() -> None:
     if landlock.abi() == 0:
         _log.warning(
             "this kernel has no Landlock: processes of environments can read and write whatever this user can; "
-            "docs/explanation/security.md says what still separates them"
+            "docs/explanation/security-environments.md says what still separates them"
         )
     if not mounts.is_available():
         open_sockets = landlock.abi() < landlock.SOCKETS_SINCE
         _log.warning(
             "this system gives processes of environments no namespaces: %sthey share /dev/shm and System V memory, and "
-            "can change modes, owners and times of files of this user; docs/explanation/security.md has more",
+            "can change modes, owners and times of files of this user; docs/explanation/security-environments.md has more",
             "they can connect to every Unix socket that this user can, " if open_sockets else "",
         )
