@@ -28,12 +28,12 @@ rewards, which may be negative, has no sum); a sum over `_count` is a mean. [ale
 when something is wrong.
 
 The engine's own metrics, `ray_vllm_*`, `ray_serve_*` and `ray_kuberoll_self_check_*`
-([serving.md](../explanation/serving.md#the-self-check-of-an-engine)), come from Ray: a generation pod serves them on
+([self-check.md](../explanation/self-check.md)), come from Ray: a generation pod serves them on
 port 8080.
 """
 
 _WORKERS = """\
-Each worker pod serves them at `/metrics` on port 9464 ([pods.md](pods.md)); `kuberoll run` serves those of all its
+Each worker pod serves them at `/metrics` on port 9464 ([worker-pods.md](worker-pods.md)); `kuberoll run` serves those of all its
 worker processes together, at the address that it prints. Gauges are those of one worker: sum them over the pods of a
 job, or take the maximum.
 """

@@ -294,15 +294,11 @@ GENERATED = {"tutorials/first-hour.md", "reference/rolloutjob.md", "reference/me
 LONGER = {
     "explanation/architecture.md",
     "explanation/rollouts.md",
-    "explanation/serving.md",
     "how-to/agents.md",
-    "how-to/environment-libraries.md",
     "how-to/judging.md",
     "how-to/openai.md",
     "reference/aggregates.md",
     "reference/datasets.md",
-    "reference/pods.md",
-    "reference/trajectories.md",
     "tutorials/writing-environments.md",
 }
 

@@ -1,4 +1,4 @@
-"""Of several lines of one trajectory every command counts the same one: the rule of docs/reference/trajectories.md."""
+"""Of several lines of one trajectory every command counts the same one: the rule of docs/reference/run-files.md."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def write(directory: Path, lines: Sequence[EndedRecord], *, table: bool = False,
 
 
 def by_the_rule(lines: Sequence[EndedRecord]) -> Chosen:
-    """The rule of docs/reference/trajectories.md once more, but for lines that only their digest tells apart."""
+    """The rule of docs/reference/run-files.md once more, but for lines that only their digest tells apart."""
     chosen: Chosen = {}
     for key in {line.key for line in lines}:
         some = [line for line in lines if line.key == key]

@@ -1,4 +1,4 @@
-"""Lines of a run's journals, read as they are written; docs/reference/trajectories.md has the files."""
+"""Lines of a run's journals, read as they are written; docs/reference/run-files.md has the files."""
 
 from __future__ import annotations
 

@@ -460,6 +460,6 @@ def _prepare() -> None:
         open_sockets = landlock.abi() < landlock.SOCKETS_SINCE
         _log.warning(
             "this system gives processes of environments no namespaces: %sthey share /dev/shm and System V memory, and "
-            "can change modes, owners and times of files of this user; docs/explanation/security-environments.md has more",
+            "can change modes, owners and times of files of this user (docs/explanation/security-environments.md)",
             "they can connect to every Unix socket that this user can, " if open_sockets else "",
         )

@@ -1,4 +1,4 @@
-"""Rule for which of several stored lines of a trajectory counts; docs/reference/trajectories.md states it for users.
+"""Rule for which of several stored lines of a trajectory counts; docs/reference/run-files.md states it for users.
 
 A trajectory has several lines if it failed or was dropped before it finished, if a crash interrupted the rewriting of a
 file, if a worker that was believed dead stored a trajectory that another one had run again, or if files were merged.

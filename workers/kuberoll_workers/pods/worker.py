@@ -6,7 +6,7 @@
 With `--check` it checks what the workers of a job need, before an engine is started, and ends.
 
 FILE is a `contract.PodConfig`. It serves `/metrics`, `/progress` and `/healthz`, drains on SIGTERM, and reports
-its result by its exit code and its termination message: see docs/reference/pods.md.
+its result by its exit code and its termination message: see docs/reference/worker-pods.md.
 """
 
 from __future__ import annotations
