@@ -33,9 +33,9 @@ port 8080.
 """
 
 _WORKERS = """\
-Each worker pod serves them at `/metrics` on port 9464 ([worker-pods.md](worker-pods.md)); `kuberoll run` serves those of all its
-worker processes together, at the address that it prints. Gauges are those of one worker: sum them over the pods of a
-job, or take the maximum.
+Each worker pod serves them at `/metrics` on port 9464 ([worker-pods.md](worker-pods.md)); `kuberoll run` serves those
+of all its worker processes together, at the address that it prints. Gauges are those of one worker: sum them over the
+pods of a job, or take the maximum.
 """
 
 _OPERATOR = """\

@@ -294,11 +294,7 @@ GENERATED = {"tutorials/first-hour.md", "reference/rolloutjob.md", "reference/me
 LONGER = {
     "explanation/architecture.md",
     "explanation/rollouts.md",
-    "how-to/agents.md",
-    "how-to/judging.md",
-    "how-to/openai.md",
     "reference/aggregates.md",
-    "reference/datasets.md",
     "tutorials/writing-environments.md",
 }
 

@@ -417,10 +417,9 @@ def test_deep_rows_are_refused() -> None:
 
 
 def test_the_rows_of_the_docs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "reference" / "datasets.md"
-    plain, of_gym, request = (
-        json.loads(text) for text in re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)
-    )
+    pages = Path(__file__).parents[2] / "docs" / "reference"
+    shown = (pages / "datasets.md").read_text() + (pages / "dataset-forms.md").read_text()
+    plain, of_gym, request = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", shown, re.DOTALL))
     assert parse(plain, ("math", "other")).idx == 17
     assert parse(of_gym, ("math", "other")).metadata == {"expected_answer": "4"}
     assert parse(request).idx == "r-1"

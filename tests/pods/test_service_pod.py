@@ -80,7 +80,7 @@ async def test_a_model_is_served_behind_its_key(tmp_path: Path) -> None:
             status, models = asked(f"{url}/v1/models", key=KEY)
             assert (status, [item["id"] for item in models["data"]]) == (200, [str(model)])
             body = {"model": str(model), "messages": CHAT, "add_generation_prompt": False, "use_activation": False}
-            # As docs/how-to/judging.md says: vLLM asks for the key below /v1 alone.
+            # As docs/how-to/served-models.md says: vLLM asks for the key below /v1 alone.
             status, scores = asked(f"{url}/classify", body)
             assert status == 200
             assert scores["data"][0]["probs"] == pytest.approx(logits(model, [CHAT]), abs=1e-4)

@@ -2,7 +2,7 @@
 
     python -m kuberoll_workers.pods.finish --config FILE
 
-FILE is a `contract.PodConfig`. It may be run again with the same result; see docs/reference/worker-pods.md for its messages.
+FILE is a `contract.PodConfig`. It may run again with the same result; docs/reference/worker-pods.md has its messages.
 """
 
 from __future__ import annotations
