@@ -1,4 +1,4 @@
-"""Graphs of docs/explanation/performance.md, drawn from replays that this script plays: some two minutes on one core.
+"""Graphs of benchmarks/replays.md, drawn from replays that this script plays: some two minutes on one core.
 
 .venv/bin/python -m benchmarks.graphs
 """
