@@ -285,7 +285,7 @@ def test_the_index_has_every_page_once() -> None:
 
 def test_the_site_has_every_page_once() -> None:
     text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    given = re.findall(r"^ +- (?:[^:]+: )?(\S+\.md)$", text, flags=re.MULTILINE)
+    given = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", text, flags=re.MULTILINE)
     assert sorted(given) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md"))
 
 
