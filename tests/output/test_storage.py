@@ -140,6 +140,7 @@ async def test_a_second_run_is_kept_out(location: str, monkeypatch: pytest.Monke
 
 def test_a_lease_lapses_by_the_store_s_clock(s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "object-stores.md").read_text()
+    page = " ".join(page.split())
     beat, stale = storage_module._HEARTBEAT_SECONDS, storage_module._STALE_SECONDS
     assert f"renews every {beat:.0f} seconds. The lock of a run that died expires after {stale:.0f} seconds" in page
     storage = open_storage(s3[1])
