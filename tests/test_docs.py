@@ -304,6 +304,15 @@ def test_pages_are_short() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_blocks_of_code_and_tables_are_whole(page: str) -> None:
+    lines = (ROOT / page).read_text().splitlines()
+    assert sum(line.lstrip().startswith("```") for line in lines) % 2 == 0
+    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"\|[-| :]+\|", after), f"a table without a head: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_anchors_lead_somewhere(page: str) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (ROOT / page).read_text()):
         linked = (ROOT / page).parent / target if target else ROOT / page
