@@ -275,8 +275,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_index_has_every_page_once() -> None:
-    rows = [line for line in (ROOT / "docs/README.md").read_text().splitlines() if line.startswith("| [")]
-    linked = [match[1] for row in rows if (match := re.match(r"\| \[[^]]+\]\(([^)]+)\) \| \S.*\|$", row))]
+    rows = [line for line in (ROOT / "docs/README.md").read_text().splitlines() if line.startswith("- ")]
+    linked = [match[1] for row in rows if (match := re.match(r"- \[[^]]+\]\(([^)]+)\)(: \S.*)?$", row))]
     assert len(linked) == len(rows)
     assert len(set(linked)) == len(linked)
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("*/*.md")}
