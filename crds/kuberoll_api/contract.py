@@ -55,7 +55,7 @@ CACHED_MODELS_VARIABLE: Final = "KUBEROLL_CACHED_MODELS"
 """Variable of engines with the path of a `CachedModels`."""
 
 GIVEN_PREFIX: Final = "KUBEROLL_GIVEN_"
-"""Prefix of variables from a job's `envFrom` in that container, of which it takes `MODEL_VARIABLES` alone."""
+"""Prefix of variables from a container's `envFrom` in that container, of which it takes `MODEL_VARIABLES` alone."""
 
 MODEL_VARIABLES: Final = frozenset(
     {

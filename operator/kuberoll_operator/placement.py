@@ -147,10 +147,8 @@ def _pod_gpus(generation: Generation) -> int:
     """GPUs of a pod; the job's pod template takes precedence, as it does in the rendered pod."""
     limits: dict[str, Any] = dict(generation.resources.limits)
     path = f'spec.generation.resources.limits."{GPU}"'
-    template: Any = (generation.pod_template or {}).get("spec") or {}
-    for item in template.get("containers") or ():
-        if isinstance(item, Mapping) and item.get("name") == "generation":
-            limits |= (item.get("resources") or {}).get("limits") or {}
+    for item in generation.main_containers:
+        limits |= (item.get("resources") or {}).get("limits") or {}
     value = limits.get(GPU) or 0
     if not str(value).isdecimal():
         raise PlacementError(f"{path}: found {value!r}; Kubernetes gives whole GPUs only")

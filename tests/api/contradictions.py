@@ -60,11 +60,8 @@ _OF_THE_TEMPLATE: dict[str, Any] = {
     "image": "a",
     "resources": {"limits": {"memory": "1Gi"}},
     "env": [{"name": "A", "value": "1"}],
-    "runtimeClassName": "gvisor",
     "allowEgress": True,
     "nodeSelector": {"pool": "a"},
-    "tolerations": [{"operator": "Exists"}],
-    "imagePullSecrets": [{"name": "a"}],
     "podTemplate": {"metadata": {"labels": {"a": "b"}}},
 }
 
@@ -410,18 +407,6 @@ REFUSED: dict[str, Contradiction] = {
         {"spec.workers.env": [{"name": "same", "value": "1"}, {"name": "same", "value": "2"}]},
         _TAKEN.format("workers.env", "name"),
     ),
-    "volumes of one name": Contradiction(
-        {"spec.workers.volumes": [{"name": "same", "emptyDir": {}}, {"name": "same", "secret": {"secretName": "a"}}]},
-        _TAKEN.format("workers.volumes", "name"),
-    ),
-    "mounts at one place": Contradiction(
-        {"spec.generation.volumeMounts": [{"name": name, "mountPath": "same"} for name in "ab"]},
-        _TAKEN.format("generation.volumeMounts", "mountPath"),
-    ),
-    "pull secrets of one name": Contradiction(
-        {"spec.generation.imagePullSecrets": [{"name": "same"}, {"name": "same"}]},
-        _TAKEN.format("generation.imagePullSecrets", "name"),
-    ),
     "a variable without a name": Contradiction(
         {"spec.workers.env": [{"value": "1"}]}, "spec.workers.env[0].name: Required value"
     ),
@@ -452,7 +437,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "access of nobody": {"spec.generation.access": []},
     "servers in pods": {
         "spec.environments.1.isolation": "Remote",
-        "spec.environments.1.remote": {"image": "a", "replicas": 2, "runtimeClassName": "gvisor", "allowEgress": True},
+        "spec.environments.1.remote": {"image": "a", "replicas": 2, "nodeSelector": {"a": "b"}, "allowEgress": True},
     },
     "servers in sandboxes": {
         "spec.environments.1.isolation": "Remote",
@@ -534,24 +519,19 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             "maxFailedShards": 2,
             "files": {"configMap": {"name": "job-files-0", "items": [{"key": "a.b.py", "path": "a/b.py"}]}},
             "image": "registry/image@sha256:0",
-            "imagePullSecrets": [{"name": "pull.secret"}],
             "env": [
                 {"name": "A", "value": ""},
                 {"name": "B", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}},
             ],
-            "envFrom": [{"prefix": "A_", "secretRef": {"name": "a", "optional": True}}],
-            "volumes": [{"name": "a", "emptyDir": {}}, {"name": "b", "persistentVolumeClaim": {"claimName": "c"}}],
-            "volumeMounts": [{"name": "a", "mountPath": "/a"}, {"name": "b", "mountPath": "/b", "readOnly": True}],
             "nodeSelector": {"a/b": ""},
-            "tolerations": [{"operator": "Exists"}, {"key": "a", "effect": "NoExecute", "tolerationSeconds": 3}],
-            "serviceAccountName": "a",
-            "runtimeClassName": "gvisor",
-            "priorityClassName": "low",
-            "podLabels": {"team": "a"},
-            "podAnnotations": {"a": "b"},
             "podTemplate": {
                 "metadata": {"labels": {"a": "b"}},
-                "spec": {"hostname": "a", "containers": [{"name": "c"}]},
+                "spec": {
+                    "hostname": "a",
+                    "containers": [{"name": "c", "image": "c"}],
+                    "volumes": [{"name": "a", "emptyDir": {}}, {"name": "b", "hostPath": {"path": "/b"}}],
+                    "tolerations": [{"operator": "Exists"}],
+                },
             },
         }
     },

@@ -33,6 +33,16 @@ def job(**spec: Any) -> RolloutJob:
     return RolloutJob.model_validate({**head, "spec": given})
 
 
+def mounted(container: str, path: str) -> dict[str, Any]:
+    """A pod template whose main container mounts a claim."""
+    return {
+        "spec": {
+            "containers": [{"name": container, "volumeMounts": [{"name": "data", "mountPath": path}]}],
+            "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+        }
+    }
+
+
 def checked(base: Path, *, include: tuple[str, ...] = (), **spec: Any) -> ClusterCheck:
     return check_for_cluster(job(**spec), base, include=include)
 
@@ -131,17 +141,13 @@ def test_what_a_cluster_must_have_is_a_note(field: str, spec: dict[str, Any], tm
         {
             "generation": {
                 "model": {"source": "/models/mine"},
-                "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
-                "volumeMounts": [{"name": "models", "mountPath": "/models"}],
+                "podTemplate": mounted("generation", "/models"),
                 **GPU,
             }
         },
         {
             "dataset": {"source": {"uri": "/data/rows.jsonl"}},
-            "workers": {
-                "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
-                "volumeMounts": [{"name": "data", "mountPath": "/data"}],
-            },
+            "workers": {"podTemplate": mounted("worker", "/data")},
         },
         {"environments": [{"name": "a", "entrypoint": "kuberoll_workers.environments.builtin.math.answers:M"}]},
         # Whoever names files knows what is in them.

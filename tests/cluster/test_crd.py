@@ -220,7 +220,7 @@ async def test_types_and_bounds_are_checked(api: Api, change: dict[str, Any], sa
         {"spec.rollout.maxTurn": 3},
         {"spec.workers.env": [{"nme": "a", "name": "b"}]},
         {"spec.workers.podTemplate.metdata": {}},
-        {"spec.generation.volumes": [{"name": "a", "emptydir": {}}]},
+        {"spec.generation.nodeselector": {}},
     ],
 )
 async def test_unknown_fields_are_told_of(api: Api, change: dict[str, Any]) -> None:
@@ -257,7 +257,6 @@ SETTLED: dict[str, dict[str, Any]] = {
     "generation.env, other order": {
         "spec.generation.env": FULL["spec.generation.env"][::-1],
     },
-    "generation.volumes, other order": {"spec.generation.volumes": FULL["spec.generation.volumes"][::-1]},
     "generation.podTemplate": {"spec.generation.podTemplate.spec.containers": []},
     "generation.access, removed": {"spec.generation.access": None},
     "generation.access, one less": {"spec.generation.access": FULL["spec.generation.access"][:1]},
@@ -291,11 +290,12 @@ SETTLED: dict[str, dict[str, Any]] = {
     "workers.env, other value": {"spec.workers.env.0.value": "1"},
     "workers.env, value for valueFrom": {"spec.workers.env.1": {"name": "B", "value": "1"}},
     "workers.env, other order": {"spec.workers.env": FULL["spec.workers"]["env"][::-1]},
-    "workers.volumes, other kind": {"spec.workers.volumes.0": {"name": "a", "hostPath": {}}},
-    "workers.volumeMounts, other order": {"spec.workers.volumeMounts": FULL["spec.workers"]["volumeMounts"][::-1]},
+    "workers.podTemplate, other kind of volume": {
+        "spec.workers.podTemplate.spec.volumes.0": {"name": "a", "hostPath": {}}
+    },
     "workers.files, other ConfigMap": {"spec.workers.files": {"configMap": {"name": "job-files-1"}}},
     "workers.files, other path": {"spec.workers.files.configMap.items": [{"key": "a.b.py", "path": "c.py"}]},
-    "workers.podTemplate, deep inside": {"spec.workers.podTemplate.spec.containers": [{"name": "d"}]},
+    "workers.podTemplate, deep inside": {"spec.workers.podTemplate.spec.containers": [{"name": "d", "image": "c"}]},
     "workers.podTemplate, one key exchanged": {"spec.workers.podTemplate.metadata": {"annotations": {"a": "b"}}},
     **{
         f"workers.{field.alias}, removed": {f"spec.workers.{field.alias}": None}
@@ -304,7 +304,7 @@ SETTLED: dict[str, dict[str, Any]] = {
     },
     **{
         f"generation.{alias}, removed": {f"spec.generation.{alias}": None}
-        for alias in ("env", "image", "nodeSelector", "podTemplate", "tolerations", "volumes")
+        for alias in ("env", "image", "nodeSelector", "podTemplate")
     },
     "generation.selfCheck": {"spec.generation.selfCheck": "Skip"},
     "generation.maxOngoingRequests": {"spec.generation.maxOngoingRequests": 1},

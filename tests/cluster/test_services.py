@@ -35,13 +35,15 @@ PORT = {"protocol": "TCP", "port": 8000}
 
 def graded_job(namespace: str, service: Object | None = None, **changes: Any) -> Object:
     """A reward model on the claim scores single turns; the policy is the light one."""
+    mount = {"name": "models", "mountPath": MODELS, "subPath": "models", "readOnly": True}
+    container = {"name": "service", "volumeMounts": [mount]}
+    models = {"name": "models", "persistentVolumeClaim": {"claimName": CLAIM}}
     grader = {
         "name": "grader",
         "model": {"source": f"{MODELS}/grader"},
         "engineArgs": dict(ENGINE_ARGS),
         "env": [{"name": name, "value": value} for name, value in VARIABLES.items()],
-        "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": CLAIM}}],
-        "volumeMounts": [{"name": "models", "mountPath": MODELS, "subPath": "models", "readOnly": True}],
+        "podTemplate": {"spec": {"containers": [container], "volumes": [models]}},
         **(service or {}),
     }
     scoring = {"type": "reward_model", "config": {"service": "grader"}, "stepTimeoutSeconds": 300}
@@ -141,7 +143,7 @@ async def test_an_argument_that_the_server_does_not_know_is_in_the_condition(
 
 async def test_a_model_that_is_not_mounted_fails_the_job(cluster: Cluster, ray_pods: None) -> None:
     cluster.operator()
-    await cluster.create(graded_job(cluster.namespace, {"volumes": [], "volumeMounts": []}))
+    await cluster.create(graded_job(cluster.namespace, {"podTemplate": {}}))
     item = await cluster.job(failed)
     assert condition(item, "Failed")["reason"] == "Refused"  # type: ignore[index]
     assert f"there is no {MODELS}/grader in this pod: mount a volume there" in message(item, "Failed")

@@ -341,14 +341,19 @@ async def test_a_service_in_a_pod_of_its_own_and_its_kill(
     model, place = make_classifier(tmp_path / "model"), "/models/grader"
     for path in (model, *model.rglob("*")):
         path.chmod(0o755)
+    mount = {"name": "model", "mountPath": place, "readOnly": True}
     service = {
         "name": "grader",
         "model": {"source": place},
         "engineArgs": dict(ENGINE_ARGS),
         "env": [{"name": name, "value": value} for name, value in VARIABLES.items()],
         "resources": {"limits": {"memory": "5Gi"}},
-        "volumes": [{"name": "model", "hostPath": {"path": str(model)}}],
-        "volumeMounts": [{"name": "model", "mountPath": place, "readOnly": True}],
+        "podTemplate": {
+            "spec": {
+                "containers": [{"name": "service", "volumeMounts": [mount]}],
+                "volumes": [{"name": "model", "hostPath": {"path": str(model)}}],
+            }
+        },
     }
     # As long as the server takes to come again.
     patience = {"attempts": 100, "requestSeconds": 60}

@@ -102,7 +102,7 @@ class Cluster:
         apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"kuberoll.io/job": name}}}
         wish = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]}
         image = {"image": self.options["image"]} if "image" in self.options else {}
-        pods = {"tolerations": leave, "podTemplate": {"spec": {"affinity": {"podAntiAffinity": wish}}}, **image}
+        pods = {"podTemplate": {"spec": {"affinity": {"podAntiAffinity": wish}, "tolerations": leave}}, **image}
         base: Object = {
             "generation": {
                 "engine": "Simulated",

@@ -167,18 +167,34 @@ def test_workers_on_a_volume_of_one_node(cluster: Cluster, tmp_path: Path) -> No
     check_trajectories(cluster, "one", tmp_path)
 
 
-SECRET = {
-    "volumes": [{"name": "s", "secret": {"secretName": "creds"}}],
-    "volumeMounts": [{"name": "s", "mountPath": "/creds"}],
-}
+def with_secret(container: str) -> dict[str, Any]:
+    """Options of pods whose container mounts a Secret that does not exist."""
+    mounts = [{"name": "s", "mountPath": "/creds"}]
+    volumes = [{"name": "s", "secret": {"secretName": "creds"}}]
+    return {"podTemplate": {"spec": {"containers": [{"name": container, "volumeMounts": mounts}], "volumes": volumes}}}
+
+
+UNMOUNTED = {name: with_secret(name) for name in ("worker", "generation")}
 GPUS = {"resources": {"requests": {"cpu": "100m"}, "limits": {"example.com/gpu": "8"}}}
 
 
 @pytest.mark.parametrize(
     ("name", "spec", "condition", "reason", "words"),
     [
-        ("secret", {"workers": SECRET}, "WorkersChecked", "PodConfigError", "Secret creds does not exist"),
-        ("hub", {"generation": SECRET}, "GenerationReady", "PodConfigError", "Secret creds does not exist"),
+        (
+            "secret",
+            {"workers": UNMOUNTED["worker"]},
+            "WorkersChecked",
+            "PodConfigError",
+            "Secret creds does not exist",
+        ),
+        (
+            "hub",
+            {"generation": UNMOUNTED["generation"]},
+            "GenerationReady",
+            "PodConfigError",
+            "Secret creds does not exist",
+        ),
         ("gpu", {"generation": GPUS}, "GenerationReady", "Unschedulable", "wait until example.com/gpu is free"),
         ("claim", {"output": {"uri": "pvc://nowhere/a"}}, "WorkersChecked", "VolumeNotReady", "nowhere does not exist"),
         ("image", {"generation": {"image": "x.invalid/a:1"}}, "GenerationReady", "ImagePullError", "does not reach"),

@@ -107,10 +107,10 @@ def test_workers_run_under_a_seccomp_profile_and_a_runtime_class_of_the_users() 
                 "environments": [{"name": "code", "type": "code_execution"}],
                 "dataset": {"source": {"generator": {"count": 1}}},
                 "workers": {
-                    "runtimeClassName": "kata",
                     "podTemplate": {
                         "spec": {
-                            "securityContext": {"seccompProfile": {"type": "Localhost", "localhostProfile": "p.json"}}
+                            "runtimeClassName": "kata",
+                            "securityContext": {"seccompProfile": {"type": "Localhost", "localhostProfile": "p.json"}},
                         }
                     },
                 },

@@ -63,16 +63,21 @@ def test_it_is_the_worker_with_another_program() -> None:
     options: Object = {
         "image": "example.org/mine:2",
         "env": environment,
-        "envFrom": [{"secretRef": {"name": "store"}}],
-        "serviceAccountName": "writer",
         "nodeSelector": {"pool": "cpu"},
+        "resources": {"limits": {"cpu": "32", "memory": "128Gi"}},
+    }
+    metadata: Object = {
+        "labels": {"azure.workload.identity/use": "true", "kueue.x-k8s.io/queue-name": "team"},
+        "annotations": {"iam": "role"},
+    }
+    fields: Object = {
+        "serviceAccountName": "writer",
         "tolerations": [{"key": "dedicated", "operator": "Exists"}],
         "imagePullSecrets": [{"name": "pull"}],
         "runtimeClassName": "gvisor",
-        "resources": {"limits": {"cpu": "32", "memory": "128Gi"}},
-        "podLabels": {"azure.workload.identity/use": "true", "kueue.x-k8s.io/queue-name": "team"},
-        "podAnnotations": {"iam": "role"},
     }
+    container = {"name": "worker", "envFrom": [{"secretRef": {"name": "store"}}]}
+    options["podTemplate"] = {"metadata": metadata, "spec": {**fields, "containers": [container]}}
     pod = made(workers=options)
     spec, main = pod["spec"], pod["spec"]["containers"][0]
     assert [item["name"] for item in spec["containers"]] == ["reader"]
@@ -80,8 +85,8 @@ def test_it_is_the_worker_with_another_program() -> None:
     assert main["command"][:3] == ["python", "-m", "kuberoll_workers.pods.reader"]
     assert all(item in main["env"] for item in environment)
     assert main["envFrom"] == [{"secretRef": {"name": "store"}}]
-    for name in ("serviceAccountName", "nodeSelector", "tolerations", "imagePullSecrets", "runtimeClassName"):
-        assert spec[name] == options[name]
+    assert spec["nodeSelector"] == options["nodeSelector"]
+    assert {name: spec[name] for name in fields} == fields
     assert main["resources"]["limits"]["memory"] == "1Gi"
     assert not {"ports", "readinessProbe", "livenessProbe", "args"} & main.keys()
     labels = pod["metadata"]["labels"]

@@ -534,8 +534,7 @@ def test_autoscalers_of_nodes_leave_engines_where_they_are(backend: str) -> None
     evict, disrupt = "cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt"
     for item in engines_of(backend):
         assert item["metadata"]["annotations"] == {evict: "false", disrupt: "true"}
-    removed = {"metadata": {"annotations": {disrupt: None}}}
-    mine = engines_of(backend, removed, podAnnotations={evict: "true"})
+    mine = engines_of(backend, {"metadata": {"annotations": {disrupt: None, evict: "true"}}})
     assert mine[-1]["metadata"]["annotations"] == {evict: "true"}
 
 

@@ -156,8 +156,7 @@ def _files_of(
 
 def _is_mounted(job: RolloutJob, path: str) -> bool:
     """True if workers of the job mount a volume at a path or above it."""
-    places = [str(mount["mountPath"]).rstrip("/") for mount in job.spec.workers.volume_mounts]
-    return any(path == place or path.startswith(f"{place}/") for place in places)
+    return any(path == place or path.startswith(f"{place}/") for place in job.spec.workers.mount_paths)
 
 
 def _is_below(path: str) -> bool:

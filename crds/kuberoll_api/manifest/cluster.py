@@ -154,23 +154,22 @@ def _is_relative(source: str, base: FilePath) -> bool:
 
 
 def _mounted_models(job: RolloutJob) -> Iterator[Finding]:
-    mounts = (*job.spec.generation.volume_mounts, *job.spec.workers.volume_mounts)
-    places = [str(mount["mountPath"]).rstrip("/") + "/" for mount in mounts]
+    places = [f"{path}/" for path in (*job.spec.generation.mount_paths, *job.spec.workers.mount_paths)]
     for path, source in _model_sources(job):
         if source.startswith("/") and not f"{source}/".startswith((_IN_IMAGES, *places)):
             yield Finding(
                 path,
                 f"{source} must exist in the pods: in their images, or on a volume that both generation and workers "
-                "mount (volumes and volumeMounts of each)",
+                "mount (by podTemplate of each)",
             )
     for path, source in _service_sources(job):
         _, _, number, *_ = path
-        mounted = [f"{str(mount['mountPath']).rstrip('/')}/" for mount in job.spec.services[int(number)].volume_mounts]
+        mounted = [f"{place}/" for place in job.spec.services[int(number)].mount_paths]
         if source.startswith("/") and not f"{source}/".startswith((_IN_IMAGES, *mounted)):
             yield Finding(
                 path,
-                f"{source} must exist in the service's pods: in their image, or on a volume that they mount (volumes "
-                "and volumeMounts of the service)",
+                f"{source} must exist in the service's pods: in their image, or on a volume that they mount (by "
+                "podTemplate of the service)",
             )
 
 
@@ -194,9 +193,8 @@ def _missing_gpus(job: RolloutJob) -> Iterator[Finding]:
 
 
 def _has_accelerators(options: PodOptions) -> bool:
-    template: Any = (options.pod_template or {}).get("spec") or {}
     limits = set(options.resources.limits)
-    for container in template.get("containers") or ():
+    for container in options.main_containers:
         limits |= set((container.get("resources") or {}).get("limits") or ())
     # Extended resources have a domain: nvidia.com/gpu, amd.com/gpu.
     return any("/" in name for name in limits)

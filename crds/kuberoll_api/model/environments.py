@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from kuberoll_api.model.agents import Agent
-from kuberoll_api.model.contradictions import contradiction, reject_duplicates
-from kuberoll_api.model.pod_fields import EnvVar, PodTemplate, PullSecret, Toleration
+from kuberoll_api.model.contradictions import contradiction
 from kuberoll_api.model.pods import PodOptions, Resources
 from kuberoll_api.model.services import MAX_SERVICES
-from kuberoll_api.model.traits import IDENTITY, OPERATION, POD, POD_ANYWHERE
+from kuberoll_api.model.traits import IDENTITY, OPERATION, POD
 from kuberoll_api.model.types import (
     ENTRYPOINT_PATTERN,
     VARIABLE_PATTERN,
     DnsLabel,
     DnsName,
     JsonObject,
-    Labels,
     Model,
     Name,
     SandboxPath,
     Seconds,
     Url,
-    keyed_by,
 )
 
 OF_THE_TEMPLATE = (
     "image",
     "resources",
     "env",
-    "runtime_class_name",
     "allow_egress",
     "node_selector",
-    "tolerations",
-    "image_pull_secrets",
     "pod_template",
 )
 """Fields of `EnvironmentServers` that a SandboxTemplate decides."""
@@ -85,9 +79,17 @@ class EnvironmentSandboxes(Model):
     )
 
 
-class EnvironmentServers(Model):
-    """Servers of an environment, with isolation Remote: at `url`, in sandboxes, or else pods of the job's own."""
+class EnvironmentServers(PodOptions):
+    """Servers of an environment, with isolation Remote: at `url`, in sandboxes, or else pods of the job's own.
 
+    Variables of `env` that access.variables names reach the environment.
+    """
+
+    container_name: ClassVar[str] = "environment"
+
+    resources: Annotated[Resources, POD] = Field(
+        default_factory=Resources, description="Requests and limits of a server pod."
+    )
     url: Annotated[Url | None, OPERATION] = Field(
         default=None,
         description="Base URL of a server that is run elsewhere (`kuberoll env serve`). With http, each address of its "
@@ -100,8 +102,8 @@ class EnvironmentServers(Model):
         Annotated[str, StringConstraints(pattern=VARIABLE_PATTERN, max_length=256)] | None, OPERATION
     ] = Field(
         default=None,
-        description="Environment variable of the workers that holds the token of the servers at url (workers.env or "
-        "envFrom, from a Secret).",
+        description="Environment variable of the workers that holds the token of the servers at url (workers.env, "
+        "from a Secret).",
     )
     sandbox: Annotated[EnvironmentSandboxes | None, POD] = Field(
         default=None,
@@ -114,61 +116,14 @@ class EnvironmentServers(Model):
     allow_egress: Annotated[bool, POD] = Field(
         default=False, description="Let server pods connect to anything; otherwise they reach DNS only."
     )
-    image: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None, POD] = Field(
-        default=None,
-        description="Image of server pods, with `kuberoll env serve` in it; absent: the default of workers.",
-    )
-    resources: Annotated[Resources, POD] = Field(
-        default_factory=Resources, description="Requests and limits of a server pod."
-    )
-    env: Annotated[list[EnvVar], POD_ANYWHERE] = Field(
-        default_factory=list,
-        max_length=64,
-        json_schema_extra=keyed_by("name"),
-        description="Environment variables of server pods, as in a container; those named in access.variables reach "
-        "the environment.",
-    )
-    runtime_class_name: Annotated[DnsName | None, POD] = Field(
-        default=None, description="RuntimeClass of server pods: gVisor or Kata for untrusted code."
-    )
-    node_selector: Annotated[Labels, POD] = Field(default_factory=dict, description="Labels that a node must have.")
-    tolerations: Annotated[list[Toleration], POD] = Field(
-        default_factory=list, max_length=16, description="Taints that are tolerated, as in a pod."
-    )
-    image_pull_secrets: Annotated[list[PullSecret], POD] = Field(
-        default_factory=list,
-        max_length=16,
-        json_schema_extra=keyed_by("name"),
-        description="Secrets to pull the image with, as in a pod.",
-    )
-    pod_template: Annotated[PodTemplate | None, POD] = Field(
-        default=None, description="A pod template that is merged over the rendered one, for all other fields."
-    )
 
     @property
     def located(self) -> list[str]:
         """Base URLs of the servers that are run elsewhere."""
         return [url for url in (self.url, *self.urls) if url is not None]
 
-    def pod_options(self) -> PodOptions:
-        """The options of server pods, in the form of all pods' options."""
-        return PodOptions().model_copy(
-            update={
-                "image": self.image,
-                "resources": self.resources,
-                "env": self.env,
-                "runtime_class_name": self.runtime_class_name,
-                "node_selector": self.node_selector,
-                "tolerations": self.tolerations,
-                "image_pull_secrets": self.image_pull_secrets,
-                "pod_template": self.pod_template,
-            }
-        )
-
     @model_validator(mode="after")
     def _one_place(self) -> Self:
-        for field, items in (("env", self.env), ("imagePullSecrets", self.image_pull_secrets)):
-            reject_duplicates([item["name"] for item in items], field, "name")
         if self.urls and self.url is None:
             raise contradiction("further servers need url, the first one; found none", "urls")
         if self.url is not None and self.image is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
@@ -227,8 +227,8 @@ class External(Model):
         Annotated[str, StringConstraints(pattern=VARIABLE_PATTERN, max_length=256)] | None, OPERATION
     ] = Field(
         default=None,
-        description="Environment variable of the workers that holds the endpoint's API key (workers.env or envFrom, "
-        "from a Secret).",
+        description="Environment variable of the workers that holds the endpoint's API key (workers.env, from a "
+        "Secret).",
     )
 
 
@@ -244,6 +244,8 @@ BackendName = Literal["KubeRay", "Native", "External"]
 
 class Generation(PodOptions):
     """The policy: model, engine, number of replicas and sampling."""
+
+    container_name: ClassVar[str] = "generation"
 
     backend: Annotated[Literal["Auto", BackendName], OPERATION] = Field(
         default="Auto",

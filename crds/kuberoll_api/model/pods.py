@@ -1,23 +1,21 @@
-"""Options of all kinds of pods: resources, variables, volumes and scheduling."""
+"""Options of all kinds of pods: four typed fields, and a pod template for all others."""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import Field, StringConstraints, model_validator
-from pydantic.alias_generators import to_camel
 
-from kuberoll_api.model.contradictions import reject_duplicates
-from kuberoll_api.model.pod_fields import EnvFrom, EnvVar, PodTemplate, PullSecret, Toleration, Volume, VolumeMount
+from kuberoll_api.model.contradictions import contradiction, reject_duplicates
+from kuberoll_api.model.pod_fields import EnvVar, PodTemplate
 from kuberoll_api.model.traits import POD, POD_ANYWHERE
-from kuberoll_api.model.types import (
-    Annotations,
-    DnsName,
-    Labels,
-    Model,
-    Quantity,
-    keyed_by,
-)
+from kuberoll_api.model.types import Labels, Model, Quantity, keyed_by
+
+# Lists of a pod's spec and of its containers that are merged by a key of their items: of two with the same the last
+# would count.
+_KEYED: Final = {"containers": "name", "initContainers": "name", "volumes": "name", "imagePullSecrets": "name"}
+_KEYED_IN_CONTAINERS: Final = {"env": "name", "volumeMounts": "mountPath"}
 
 
 class Resources(Model):
@@ -32,7 +30,14 @@ class Resources(Model):
 
 
 class PodOptions(Model):
-    """Options of pods, for the operator; `kuberoll run` uses only `env` and the GPUs of `resources`."""
+    """Options of pods, for the operator; `kuberoll run` uses only `env` and the GPUs of `resources`.
+
+    The node selector is typed because it is what most jobs set beside the other three, on clusters with several kinds
+    of nodes; it needs no second field, as volumes do.
+    """
+
+    container_name: ClassVar[str] = ""
+    """Name of the main container, by which `podTemplate` changes it."""
 
     resources: Annotated[Resources, POD_ANYWHERE] = Field(
         default_factory=Resources, description="Requests and limits of the main container."
@@ -40,60 +45,77 @@ class PodOptions(Model):
     image: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None, POD] = Field(
         default=None, description="Container image; absent: the operator's default for this role."
     )
-    image_pull_secrets: Annotated[list[PullSecret], POD] = Field(
-        default_factory=list,
-        max_length=16,
-        json_schema_extra=keyed_by("name"),
-        description="Secrets to pull the image with, as in a pod.",
-    )
     env: Annotated[list[EnvVar], POD_ANYWHERE] = Field(
         default_factory=list,
         max_length=256,
         json_schema_extra=keyed_by("name"),
-        description="Environment variables, as in a container.",
-    )
-    env_from: Annotated[list[EnvFrom], POD] = Field(
-        default_factory=list, max_length=64, description="Sources of environment variables, as in a container."
-    )
-    volumes: Annotated[list[Volume], POD] = Field(
-        default_factory=list,
-        max_length=64,
-        json_schema_extra=keyed_by("name"),
-        description="Volumes, as in a pod; kinds that are not listed here can be set in podTemplate.",
-    )
-    volume_mounts: Annotated[list[VolumeMount], POD] = Field(
-        default_factory=list,
-        max_length=64,
-        json_schema_extra=keyed_by("mountPath"),
-        description="Mounts of these volumes in the main container, as in a container.",
+        description="Environment variables of the main container, as in a container.",
     )
     node_selector: Annotated[Labels, POD] = Field(default_factory=dict, description="Labels that a node must have.")
-    tolerations: Annotated[list[Toleration], POD] = Field(
-        default_factory=list, max_length=64, description="Taints that are tolerated, as in a pod."
-    )
-    service_account_name: Annotated[DnsName | None, POD] = Field(
-        default=None,
-        description="Service account of the pods, which never get its token. Absent: the namespace's default.",
-    )
-    runtime_class_name: Annotated[DnsName | None, POD] = Field(
-        default=None, description="RuntimeClass of the pods: gVisor or Kata for untrusted code."
-    )
-    priority_class_name: Annotated[DnsName | None, POD] = Field(default=None, description="PriorityClass of the pods.")
-    pod_labels: Annotated[Labels, POD] = Field(
-        default_factory=dict, description="Additional labels of the pods; the operator's own take precedence."
-    )
-    pod_annotations: Annotated[Annotations, POD] = Field(default_factory=dict, description="Annotations of the pods.")
     pod_template: Annotated[PodTemplate | None, POD] = Field(
-        default=None, description="A pod template that is merged over the rendered one, for all other fields."
+        default=None,
+        description="A pod template that is merged over the rendered one: tolerations, affinity, volumes, "
+        "securityContext, serviceAccountName, labels and annotations, and all other fields of pods.",
     )
+
+    @property
+    def template_spec(self) -> Mapping[str, Any]:
+        """The pod's spec in `podTemplate`; empty without one."""
+        return _mapping((self.pod_template or {}).get("spec"))
+
+    @property
+    def main_containers(self) -> list[Mapping[str, Any]]:
+        """What `podTemplate` says of the main container: one item, or none."""
+        return [item for item in _items(self.template_spec, "containers") if item.get("name") == self.container_name]
+
+    @property
+    def mount_paths(self) -> list[str]:
+        """Paths at which `podTemplate` mounts volumes in the main container."""
+        mounts = (mount for item in self.main_containers for mount in _items(item, "volumeMounts"))
+        return [str(mount["mountPath"]).rstrip("/") for mount in mounts if "mountPath" in mount]
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        for field, key in (
-            ("image_pull_secrets", "name"),
-            ("env", "name"),
-            ("volumes", "name"),
-            ("volume_mounts", "mountPath"),
-        ):
-            reject_duplicates([item[key] for item in getattr(self, field)], to_camel(field), key)
+        reject_duplicates([item["name"] for item in self.env], "env", "name")
+        self._check_template()
         return self
+
+    def _check_template(self) -> None:
+        """Check what merging by names needs, which neither a schema nor an API server that gets the result can say.
+
+        Raises:
+            PydanticCustomError: Two items have the same key, or a container has neither an image nor a known name.
+        """
+        path = ("podTemplate", "spec")
+        _reject_twins(self.template_spec, _KEYED, *path)
+        for kind in ("containers", "initContainers"):
+            for index, item in enumerate(_items(self.template_spec, kind)):
+                _reject_twins(item, _KEYED_IN_CONTAINERS, *path, kind, index)
+                if kind == "containers" and "image" not in item and item.get("name") != self.container_name:
+                    raise contradiction(
+                        f'found "{item.get("name")}"; the main container of these pods is {self.container_name}, and '
+                        "another one needs an image",
+                        *(*path, kind, index, "name"),
+                    )
+
+
+def _reject_twins(given: Mapping[str, Any], keys: Mapping[str, str], *path: str | int) -> None:
+    for name, key in keys.items():
+        found = [item.get(key) for item in _items(given, name)]
+        for index, value in enumerate(found):
+            if value is not None and (first := found.index(value)) < index:
+                message = f'found "{value}", the {key} of {name}[{first}] too; no two may have the same'
+                raise contradiction(message, *path, name, index, key)
+
+
+def _items(given: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    return [*_mappings(given.get(name))]
+
+
+def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    for item in value if isinstance(value, list) else ():
+        yield _mapping(item)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

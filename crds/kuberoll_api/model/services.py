@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Final, Self
+from typing import Annotated, ClassVar, Final, Self
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,8 @@ _PARALLEL: Final = ("tensor_parallel_size", "pipeline_parallel_size")
 
 class ModelService(PodOptions):
     """A further served model: vLLM's own OpenAI-compatible server, beside the policy."""
+
+    container_name: ClassVar[str] = "service"
 
     name: Annotated[DnsLabel, IDENTITY] = Field(
         description="Name of the service, by which environments refer to it (config.service, access.services)."

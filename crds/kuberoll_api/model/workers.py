@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, StringConstraints
 
@@ -41,6 +41,8 @@ class WorkerFiles(Model):
 
 class Workers(PodOptions):
     """The environment workers: processes on a laptop, pods in a cluster."""
+
+    container_name: ClassVar[str] = "worker"
 
     resources: Annotated[Resources, POD] = Field(
         default_factory=Resources, description="Requests and limits of the main container."

@@ -89,7 +89,7 @@ def _is_default(field: str) -> str:
         case "resources":
             parts = [f"!has(self.{field}.{part}) || size(self.{field}.{part}) == 0" for part in ("requests", "limits")]
             return f"!has(self.{field}) || (({parts[0]}) && ({parts[1]}))"
-        case "env" | "imagePullSecrets" | "nodeSelector" | "tolerations":
+        case "env" | "nodeSelector":
             return f"!has(self.{field}) || size(self.{field}) == 0"
     return f"!has(self.{field})"
 

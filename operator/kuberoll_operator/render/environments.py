@@ -156,7 +156,6 @@ def _deployment(context: RenderContext, number: int, spec: Environment) -> Objec
 
 def _template(context: RenderContext, number: int, spec: Environment) -> Object:
     servers = servers_of(spec)
-    options = servers.pod_options()
     volumes = Volumes()
     config = {"configMap": {"name": names.environment(context.name, number)}}
     volumes.add("config", CONFIG_DIRECTORY, config, read_only=True)
@@ -168,7 +167,7 @@ def _template(context: RenderContext, number: int, spec: Environment) -> Object:
     probe = {"httpGet": {"path": "/healthz", "port": "http"}, "timeoutSeconds": 5, "periodSeconds": _PROBE_SECONDS}
     main = container(
         context,
-        options,
+        servers,
         name="environment",
         module=None,
         image=context.settings.worker_image,
@@ -191,13 +190,13 @@ def _template(context: RenderContext, number: int, spec: Environment) -> Object:
     )
     return pod_template(
         context,
-        options,
+        servers,
         component=names.ENVIRONMENT,
         container=main,
         volumes=volumes,
         grace_seconds=GRACE_SECONDS,
         restart_policy="Always",
-        over=options.pod_template,
+        over=servers.pod_template,
         labels={**names.labels(context.name, names.ENVIRONMENT), names.ENVIRONMENT_LABEL: spec.name},
         pod_set=pod_set(number),
     )

@@ -154,14 +154,12 @@ def container(
         "image": options.image or image,
         **({"command": ["python", "-m", module, "--config", config, *arguments]} if module else {}),
         "env": merge_named(env, plain(options.env), "name", replace=True),
-        "volumeMounts": merge_named(volumes.mounts, plain(options.volume_mounts), "mountPath", replace=True),
+        "volumeMounts": volumes.mounts,
         "securityContext": security,
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **fields,
     }
-    if options.env_from:
-        made["envFrom"] = plain(options.env_from)
     if resources := options.resources.model_dump(mode="json", by_alias=True, exclude_defaults=True):
         made["resources"] = resources
     if context.settings.image_pull_policy:
@@ -189,7 +187,7 @@ def pod_template(
 
     Args:
         labels: These labels; None for the usual ones.
-        annotations: Annotations; those of the job take precedence.
+        annotations: Annotations; those of the user's template take precedence.
         apart: Topology spread constraints.
         affinity: Affinity; None for none.
         over: The user's template, merged last.
@@ -209,23 +207,18 @@ def pod_template(
         "restartPolicy": restart_policy,
         "securityContext": security,
         "terminationGracePeriodSeconds": grace_seconds,
-        "volumes": merge_named(volumes.volumes, plain(options.volumes), "name", replace=True),
+        "volumes": volumes.volumes,
     }
     optional = {
         "affinity": affinity,
-        "imagePullSecrets": plain(options.image_pull_secrets),
         "nodeSelector": dict(options.node_selector),
-        "priorityClassName": options.priority_class_name,
-        "runtimeClassName": options.runtime_class_name,
-        "serviceAccountName": options.service_account_name,
-        "tolerations": plain(options.tolerations),
         "topologySpreadConstraints": plain(apart),
     }
     spec |= {key: value for key, value in optional.items() if value}
     own = dict(names.labels(context.name, component) if labels is None else labels)
-    metadata: Object = {"labels": {**options.pod_labels, **own}}
-    if given := {**annotations, **options.pod_annotations}:
-        metadata["annotations"] = given
+    metadata: Object = {"labels": own}
+    if annotations:
+        metadata["annotations"] = dict(annotations)
     template = merge({"metadata": metadata, "spec": spec}, over or {})
     return _assigned(merge(template, {"metadata": {"labels": own}}), context.assignments.get(pod_set or component))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kuberoll_api import contract
@@ -55,6 +56,9 @@ SERVE_ENVIRONMENT: Final = {
 
 BALANCE: Final = {"Session": "hdr(x-session-id)", "LeastLoaded": "leastconn"}
 """Load balancing of the proxies, for callers that do not choose a replica themselves."""
+
+_OF_HEAD: Final = ("imagePullSecrets", "priorityClassName")
+"""Fields of the engines' pod template that apply to the head, too."""
 
 HEAD_RESOURCES: Final = {"limits": {"memory": "4Gi"}, "requests": {"cpu": "500m", "memory": "2Gi"}}
 
@@ -239,11 +243,13 @@ def _head(context: RenderContext, *, service_account: bool) -> Object:
             KubeRay creates.
     """
     generation = context.job.spec.generation
-    fields = {"image", "image_pull_secrets", "priority_class_name", "env"}
-    taken = generation.model_dump(mode="json", by_alias=True, include=fields, exclude_none=True)
     # Ray's variables must be the same on all nodes; the head needs no others of the engines'.
-    taken["env"] = [item for item in taken["env"] if item["name"].startswith("RAY_")]
-    options = PodOptions.model_validate(taken)
+    options = PodOptions(image=generation.image, env=_of_ray(generation.env))
+    over = {name: generation.template_spec[name] for name in _OF_HEAD if name in generation.template_spec}
+    if variables := [item for main in generation.main_containers for item in _of_ray(main.get("env") or ())]:
+        over["containers"] = [{"name": "head", "env": variables}]
+    if service_account:
+        over["automountServiceAccountToken"] = True
     volumes = _volumes(shared_gib=1)
     main = container(
         context,
@@ -273,11 +279,15 @@ def _head(context: RenderContext, *, service_account: bool) -> Object:
         volumes=volumes,
         grace_seconds=GRACE_SECONDS,
         restart_policy="Always",
-        over={"spec": {"automountServiceAccountToken": True}} if service_account else None,
+        over={"spec": over},
         annotations=STAYS,
         labels=_labels(context),
         pod_set=names.HEAD,
     )
+
+
+def _of_ray(variables: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(item) for item in variables if str(item.get("name")).startswith("RAY_")]
 
 
 def _labels(context: RenderContext) -> dict[str, str]:

@@ -173,7 +173,7 @@ SCHEDULING: Final[Sequence[Rule]] = (
         r"had untolerated taint",
         Reason.UNSCHEDULABLE,
         "`kubectl describe nodes` names the taints: a node that is not ready has one; others belong into `tolerations` "
-        "of generation or workers",
+        "in `podTemplate` of generation or workers",
     ),
     _rule(
         "selector",

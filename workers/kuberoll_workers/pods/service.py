@@ -39,7 +39,7 @@ def service_of(job: RolloutJob, name: str) -> ModelService:
         if place is not None and place.startswith("/") and not Path(place).exists():
             raise ConfigRefused(
                 f"spec.services ({name}): model.{field}: there is no {place} in this pod: mount a volume there with "
-                "volumes and volumeMounts of the service"
+                "podTemplate of the service"
             )
     return found
 

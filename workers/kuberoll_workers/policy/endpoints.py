@@ -43,7 +43,7 @@ def external_client(
     if variable is not None and not key:
         raise ValueError(
             f"spec.generation.external.apiKeyVariable: {variable} is not set in this worker's environment: set it with "
-            "spec.workers.env or envFrom"
+            "spec.workers.env"
         )
     return ExternalClient(
         url,

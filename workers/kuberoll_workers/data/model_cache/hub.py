@@ -96,7 +96,7 @@ class HubModel:
         """Turn the library's errors into the cache's; a full disk goes through."""
         from huggingface_hub import errors
 
-        model, remedy = f"model {self.name}", "give HF_TOKEN of one who may, in env or envFrom"
+        model, remedy = f"model {self.name}", "give HF_TOKEN of one who may, in env"
         try:
             yield
         except errors.RevisionNotFoundError as error:

@@ -77,7 +77,7 @@ class ServerConfig(EnvironmentConfig):
         if not (key := os.environ.get(self.api_key_variable)):
             raise UnusableEnvironment(
                 f"config.apiKeyVariable: {self.api_key_variable} is not set for this environment: set it with "
-                "spec.workers.env or envFrom, and with isolation Process name it in access.variables"
+                "spec.workers.env, and with isolation Process name it in access.variables"
             )
         return key
 
