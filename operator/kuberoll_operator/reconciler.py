@@ -17,7 +17,8 @@ from kuberoll_api.conditions import Reason
 from kuberoll_api.manifest.mistakes import explain
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.output_claims import output_claim
-from kuberoll_api.paths import format_path
+from kuberoll_api.paths import Path, format_path
+from kuberoll_api.removed import without_removed
 from kuberoll_operator import names, queueing
 from kuberoll_operator.backends.pods import missing_secrets
 from kuberoll_operator.cache import Cache
@@ -50,6 +51,7 @@ from kuberoll_operator.observe import observe
 from kuberoll_operator.plan import plan
 from kuberoll_operator.polling import ReportPoller
 from kuberoll_operator.queue import WorkQueue
+from kuberoll_operator.removed_fields import lost_event, lost_fields
 from kuberoll_operator.servers import claim_refs
 from kuberoll_operator.settings import Settings
 from kuberoll_operator.status.job_status import compute_status, next_deadline
@@ -87,6 +89,7 @@ class Reconciler:
         self._claims = ClaimReader(client)
         self._jobs = JobReader(client, cache)
         self._turns = Turns(settings.turn_seconds)
+        self._told: dict[Key, tuple[str, int | None]] = {}
 
     async def reconcile(self, key: Key) -> float | None:
         """Reconcile one job once.
@@ -114,13 +117,16 @@ class Reconciler:
             self._signs.forget(key)
             self._jobs.forget(key)
             self._turns.forget(key)
+            self._told.pop(key, None)
             return None
         if raw["spec"].get("managedBy", names.MANAGED_BY) != names.MANAGED_BY:
             return None
         try:
-            job = with_defaults(RolloutJob.model_validate(raw), raw, self._settings)
+            given, removed = without_removed(raw)
+            job = with_defaults(RolloutJob.model_validate(given), raw, self._settings)
         except ValidationError as error:
             return await self._reject(raw, error)
+        await self._tell_of_removed(key, raw, [*removed, *lost_fields(raw, job)])
         observed = await self._with_quota(job, observe(self._cache, key, raw, self._progress.latest))
         observed = await self._with_output_claim(key, job, observed)
         observed = await self._with_unmountable(key, job, observed)
@@ -308,6 +314,18 @@ class Reconciler:
         self._metrics.record_status(raw, old, new, now)
         contents: list[EventContent] = list(events)
         await self._recorder.record(found, contents)
+
+    async def _tell_of_removed(self, key: Key, raw: Object, paths: list[Path]) -> None:
+        """Record once for each generation of a job, and start of the operator, which fields it goes on without."""
+        told = (raw["metadata"]["uid"], raw["metadata"].get("generation"))
+        status = status_of(raw)
+        over = is_true(status, conditions.COMPLETE) or is_true(status, conditions.FAILED)
+        if not paths or over or self._told.get(key) == told:
+            return
+        self._told[key] = told
+        event = lost_event(list(dict.fromkeys(paths)))
+        _log.warning("%s: %s", raw["metadata"]["name"], event.note)
+        await self._recorder.record(raw, [event])
 
     async def _reject(self, raw: Object, error: ValidationError) -> float | None:
         """Handle an object that the API server accepted and the model rejects.

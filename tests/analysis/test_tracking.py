@@ -66,7 +66,7 @@ def finished_run(tmp_path: Path, **changes: Any) -> RunFiles:
 
 
 def sqlite(tmp_path: Path) -> dict[str, Any]:
-    return {"trackingUri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "rollouts", "runName": "first"}
+    return {"trackingUri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "rollouts"}
 
 
 def test_scalars() -> None:
@@ -120,7 +120,7 @@ def test_mlflow_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert notes[0] == notes[1]
     client = mlflow.MlflowClient(tracking_uri=settings["trackingUri"])
     (run,) = client.search_runs([client.get_experiment_by_name("rollouts").experiment_id])
-    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert (run.info.run_name, run.info.status) == ("counting", "FINISHED")
     assert run.data.metrics["puzzle/fields/total_reward/mean"] == 0.5
     assert run.data.metrics["trajectories"] == 3
     assert run.data.params["environments.0.name"] == "puzzle"

@@ -62,8 +62,8 @@ def test_what_makes_a_run_another_run() -> None:
         "environments.agent.score", "environments.agent.hidden", "environments.config", "environments.repeats",
         "dataset.sources.name", "dataset.sources.weight", "dataset.sources.limit", "dataset.sources.environment",
         "dataset.sources.columns", "dataset.sources.promptTemplate",
-        "dataset.limit", "dataset.shuffleSeed", "dataset.epochs", "dataset.repeats", "dataset.seedPerRepeat",
-        "dataset.columns", "dataset.promptTemplate",
+        "dataset.limit", "dataset.shuffleSeed", "dataset.epochs", "dataset.repeats", "dataset.columns",
+        "dataset.promptTemplate",
         "rollout.maxTurns", "rollout.maxSequenceLength", "rollout.observationTemplate", "rollout.groups",
             "rollout.onPolicy",
     ]  # fmt: skip

@@ -359,6 +359,17 @@ def test_a_run_from_before_there_were_passes_had_one(epochs: int, changed: list[
     assert differences(older, newer) == changed
 
 
+@pytest.mark.parametrize(
+    ("seeded", "changed"), [(True, []), (False, ["spec.dataset.seedPerRepeat: was false, is null"])]
+)
+def test_a_run_with_a_field_that_was_removed_is_resumed_where_it_had_the_value_of_now(
+    seeded: bool, changed: list[str]
+) -> None:
+    older = manifest()
+    older.identity["dataset.seedPerRepeat"] = seeded
+    assert differences(older, manifest()) == changed
+
+
 def test_a_run_that_was_stored_before_a_field_existed_is_resumed() -> None:
     older = manifest()
     known = {key: value for key, value in older.identity.items() if key not in ("dataset.columns", "dataset.sources")}

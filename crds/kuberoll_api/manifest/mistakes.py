@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kuberoll_api.paths import Path, quoted
+from kuberoll_api.removed import replacement
 from kuberoll_api.schema.lookup import Schema, alternatives, description, field_paths, fields, in_words
 
 _MOST_NAMES = 16
@@ -66,6 +67,8 @@ def _sentence(message: str, more: str) -> str:
 
 
 def _unknown(path: Path) -> str:
+    if (instead := replacement(path)) is not None:
+        return f"was removed: {instead}"
     name, names = str(path[-1]), list(fields(path[:-1]))
     lower = {known.lower(): known for known in names}
     # Finds maxTurns for maxturn and for max_turns.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -16,18 +16,31 @@ Argument = Annotated[str, StringConstraints(max_length=4096)]
 _Command = Annotated[list[Argument], Field(min_length=1, max_length=256)]
 
 
+CLOSE_SECONDS: Final = 30.0
+"""Maximum duration of close."""
+
+_LEAST_SECONDS: Final = 300.0
+"""Least time limit of setup and score."""
+
+
 class AgentTimeouts(Model):
     """Time limits of the phases of an agent's episode, in seconds."""
 
-    setup_seconds: Seconds = Field(default=300.0, description="Maximum duration of setup.")
-    run_seconds: Seconds = Field(default=1800.0, description="Maximum duration of the agent itself.")
-    score_seconds: Seconds = Field(default=300.0, description="Maximum duration of score.")
-    close_seconds: Seconds = Field(default=30.0, description="Maximum duration of close.")
+    run_seconds: Seconds = Field(
+        default=1800.0,
+        description="Maximum duration of the agent itself; setup and score may take as long, and 300 seconds in any "
+        "case.",
+    )
+
+    @property
+    def around_seconds(self) -> float:
+        """Maximum duration of setup, and of score."""
+        return max(self.run_seconds, _LEAST_SECONDS)
 
     @property
     def total(self) -> float:
         """Maximum duration of an episode, in seconds."""
-        return self.setup_seconds + self.run_seconds + self.score_seconds + self.close_seconds
+        return self.run_seconds + 2 * self.around_seconds + CLOSE_SECONDS
 
 
 class GymAgents(Model):

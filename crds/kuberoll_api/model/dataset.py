@@ -207,10 +207,6 @@ class Dataset(Model):
     repeats: Annotated[int, IDENTITY] = Field(
         default=1, ge=1, le=65536, description="Samples per prompt: the size of a prompt group."
     )
-    seed_per_repeat: Annotated[bool, IDENTITY] = Field(
-        default=True,
-        description="Give every trajectory its own sampling seed, so that a run is reproducible; false: random.",
-    )
     columns: Annotated[Columns, IDENTITY] = Field(
         default_factory=dict,
         max_length=64,

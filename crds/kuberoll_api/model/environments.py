@@ -166,6 +166,10 @@ LibraryEnvironment = Literal[
 
 EnvironmentType = Literal[BuiltInEnvironment, LibraryEnvironment]
 
+SPARE_PROCESSES: Final = 3
+"""Further child processes per worker while a step takes unusually long: other trajectories do not wait for one that
+hangs."""
+
 AGENT_TYPE: Final = "agent"
 """Type of the class that runs an environment's agent; it is not a value of `type`."""
 
@@ -211,13 +215,6 @@ class Environment(Model):
         ge=1,
         le=256,
         description="Child processes per worker, with isolation Process; per server, with isolation Remote.",
-    )
-    spare_processes: Annotated[int, OPERATION] = Field(
-        default=3,
-        ge=0,
-        le=64,
-        description="Further child processes per worker while a step takes unusually long, so that other trajectories "
-        "do not wait for one that hangs; 0: none. Each is one more instance of the environment in memory.",
     )
     access: Annotated[EnvironmentAccess, OPERATION] = Field(
         default_factory=EnvironmentAccess,
@@ -270,7 +267,7 @@ class Environment(Model):
     @property
     def call_spares(self) -> int:
         """Maximum number of further processes beside calls that take unusually long; agents take long as a rule."""
-        return self.spare_processes if self.agent is None else 0
+        return SPARE_PROCESSES if self.agent is None else 0
 
     @property
     def own_entrypoint(self) -> str | None:

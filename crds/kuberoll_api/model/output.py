@@ -18,14 +18,12 @@ from kuberoll_api.model.types import (
 class OutputParts(Model):
     """Objects in an object store, which cannot be appended to; not used for a directory."""
 
-    max_bytes: int = Field(
-        default=32 << 20, ge=1 << 10, le=1 << 30, description="Size at which a part is written, in bytes."
-    )
     max_seconds: float = Field(
         default=15.0,
         gt=0,
         le=3600,
-        description="Maximum seconds that a trajectory waits for its part to be written; until then a crash loses it.",
+        description="Maximum seconds that a trajectory waits for its part to be written; until then a crash loses it. "
+        "A part of 32 MiB is written at once.",
     )
 
 
@@ -47,13 +45,12 @@ class WandbTracking(Model):
 
 
 class MlflowTracking(Model):
-    """A run in an MLflow store; credentials come from MLflow's environment variables."""
+    """A run in an MLflow store, with the job's name; credentials come from MLflow's environment variables."""
 
     tracking_uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] = Field(
         description="Tracking URI of the store: http://..., sqlite:///..., databricks."
     )
     experiment: TrackingName = Field(description="Name of the experiment; created if it does not exist.")
-    run_name: TrackingName | None = Field(default=None, description="Name of the run; absent: the job's.")
 
 
 class Tracking(Model):

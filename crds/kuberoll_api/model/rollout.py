@@ -31,9 +31,11 @@ class Retries(Model):
     )
     environment_attempts: int = Field(default=2, ge=1, le=1000, description="Attempts of one environment step.")
     backoff_seconds: float = Field(
-        default=0.5, ge=0, le=600, description="Seconds before the second attempt; doubled for each further one."
+        default=0.5,
+        ge=0,
+        le=600,
+        description="Seconds before the second attempt; doubled for each further one, to 30.",
     )
-    max_backoff_seconds: float = Field(default=30.0, ge=0, le=3600, description="Maximum seconds between attempts.")
 
 
 class Timeouts(Model):

@@ -124,6 +124,7 @@ def rendered_template(job: Object, image: str | None) -> Object:
         ConsoleError: The operator would create no pods for this job.
     """
     from kuberoll_api.model.rolloutjob import RolloutJob
+    from kuberoll_api.removed import without_removed
     from kuberoll_operator import names
     from kuberoll_operator.commands.render import children_of
     from kuberoll_operator.defaults import with_defaults
@@ -133,7 +134,8 @@ def rendered_template(job: Object, image: str | None) -> Object:
         settings = Settings.from_environment(os.environ, **({"worker_image": image} if image else {}))
     except InvalidSettings as error:
         raise ConsoleError(str(error)) from error
-    parsed = RolloutJob.model_validate({key: value for key, value in job.items() if key != "status"})
+    given, _ = without_removed({key: value for key, value in job.items() if key != "status"})
+    parsed = RolloutJob.model_validate(given)
     parsed = with_defaults(parsed, job, settings)
     name = names.finish(job["metadata"]["name"])
     try:

@@ -300,11 +300,7 @@ def _log_to_mlflow(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
     experiment = client.create_experiment(settings.experiment) if found is None else found.experiment_id
     name = run_id(manifest)
     earlier = client.search_runs([experiment], f"tags.`{RUN_ID_TAG}` = '{name}'", max_results=1)
-    run = (
-        earlier[0]
-        if earlier
-        else client.create_run(experiment, run_name=settings.run_name or job.metadata.name, tags={RUN_ID_TAG: name})
-    )
+    run = earlier[0] if earlier else client.create_run(experiment, run_name=job.metadata.name, tags={RUN_ID_TAG: name})
     this = run.info.run_id
     try:
         client.update_run(this, status="RUNNING")

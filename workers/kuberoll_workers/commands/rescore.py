@@ -142,7 +142,6 @@ async def _replay(
     retries = RetryPolicy(
         environment_attempts=rollout.retries.environment_attempts,
         backoff_seconds=rollout.retries.backoff_seconds,
-        max_backoff_seconds=rollout.retries.max_backoff_seconds,
     )
     async with open_environments(job, protected=protected) as environments:
         return await Rescoring(

@@ -83,6 +83,9 @@ _REVISION: Final = "generation.model.revision"
 # Fields that manifests of older versions lack, with the value that they had in effect.
 _ADDED: Final = {"dataset.epochs": 1}
 
+# Fields that only manifests of older versions have, with the value that is in effect now.
+_REMOVED: Final = {"dataset.seedPerRepeat": True}
+
 
 def differences(old: RunManifest, new: RunManifest) -> list[str]:
     """Differences that make the new run incompatible with the stored one, one line each; empty if it can be resumed."""
@@ -92,6 +95,8 @@ def differences(old: RunManifest, new: RunManifest) -> list[str]:
         for key in sorted({*before, *after}):
             # A field that the older version did not have, and that is off.
             if key not in before and (after[key] is False or after[key] in ("", [], {}, _ADDED.get(key))):
+                continue
+            if key not in after and key in _REMOVED and before[key] == _REMOVED[key]:
                 continue
             if key == _REVISION and _is_commit_of(old, after.get(key)):
                 continue

@@ -133,7 +133,6 @@ async def run_worker(
             HuggingFaceTokenizer.load, config.tokenizer, revision=config.tokenizer_revision
         )
     tokenizer = job_tokenizer(job, tokenizer, clock=config.clock)
-    seeded = job.spec.dataset.seed_per_repeat
     base_seed = job_seed(job.metadata.name, job.spec.generation.sampling.seed)
     async with AsyncExitStack() as stack:
         # The last results are stored when the store is closed.
@@ -176,7 +175,7 @@ async def run_worker(
             shards=config.shards,
             shard_count=config.shard_count,
             done=store.state,
-            seed=base_seed if seeded else None,
+            seed=base_seed,
             episode_seed=base_seed,
             ordered=pace is not None,
         )

@@ -41,7 +41,6 @@ def rollout_settings(
             generation_attempts=rollout.retries.generation_attempts,
             environment_attempts=rollout.retries.environment_attempts,
             backoff_seconds=rollout.retries.backoff_seconds,
-            max_backoff_seconds=rollout.retries.max_backoff_seconds,
         ),
         generation_seconds=rollout.timeouts.generation_seconds,
         turn_seconds=rollout.timeouts.turn_seconds,
@@ -106,8 +105,7 @@ def count_abandoned(job: RolloutJob, *, failed: int, filtered: int) -> int:
 
 def part_limits(job: RolloutJob) -> PartLimits:
     """Limits of the parts in which journals are written to an object store."""
-    parts = job.spec.output.parts
-    return PartLimits(max_bytes=parts.max_bytes, max_seconds=parts.max_seconds)
+    return PartLimits(max_seconds=job.spec.output.parts.max_seconds)
 
 
 def job_tokenizer(

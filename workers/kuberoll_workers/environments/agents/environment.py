@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from kuberoll_api.model.agents import Agent, AgentTimeouts
+from kuberoll_api.model.agents import CLOSE_SECONDS, Agent, AgentTimeouts
 from kuberoll_workers.environments import landlock
 from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, InvalidResult
 from kuberoll_workers.environments.agents.request import AgentRequest
@@ -153,12 +153,12 @@ async def within(phase: Awaitable[_Result], limits: AgentTimeouts, name: str) ->
     """The result of a phase.
 
     Args:
-        name: The phase's, as in the fields of `limits`.
+        name: The phase's: setup, run, score or close.
 
     Raises:
         AgentLate: It exceeded its time limit.
     """
-    seconds: float = getattr(limits, f"{name}_seconds")
+    seconds = {"run": limits.run_seconds, "close": CLOSE_SECONDS}.get(name, limits.around_seconds)
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:
@@ -167,4 +167,6 @@ async def within(phase: Awaitable[_Result], limits: AgentTimeouts, name: str) ->
         # The agent's own TimeoutError is not our time limit.
         if not timeout.expired():
             raise
-        raise AgentLate(f"{name} took longer than agent.timeouts.{name}Seconds ({seconds:g} s)") from error
+        field = "" if name == "close" or seconds > limits.run_seconds else "agent.timeouts.runSeconds "
+        limit = f"{field}({seconds:g} s)" if field else f"{seconds:g} s"
+        raise AgentLate(f"{name} took longer than {limit}") from error
