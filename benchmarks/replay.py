@@ -155,9 +155,9 @@ def costs(model: Path, directory: Path) -> list[float]:
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         print(done.stderr.splitlines()[-1])
-        kept.write_text(next(line for line in done.stdout.splitlines() if line.startswith("--step-ms")))
+        kept.write_text(next(line for line in done.stdout.splitlines() if line.startswith("--set step-ms=")))
     print(kept.read_text())
-    milliseconds, *micro, nano = map(float, kept.read_text().split()[1::2])
+    milliseconds, *micro, nano = (float(part.partition("=")[2]) for part in kept.read_text().split()[1::2])
     return [milliseconds / 1e3, *(value / 1e6 for value in micro), nano / 1e9]
 
 

@@ -71,12 +71,13 @@ def test_mistakes_are_named(trace: Path, tmp_path: Path) -> None:
         (("replay", tmp_path / "none.jsonl"), "none.jsonl: No such file or directory\n"),
         (("replay", tmp_path), f"{tmp_path}: Is a directory\n"),
         (("replay", trace, "--replicas", 0), "replicas: found 0"),
-        (("replay", trace, "--kv-cache-tokens", 64), "do not fit into kv_cache_tokens"),
-        (("replay", trace, "--max-num-batched-tokens", 100), "it is at least max_num_seqs (256)"),
-        (("replay", trace, "--step-ms", "inf"), "'--step-ms'"),
-        (("replay", trace, "--prefill-us", "1e30"), "'--prefill-us'"),
-        (("replay", trace, "--cold-start", "nan"), "'--cold-start'"),
-        (("replay", trace, "--deaths-per-hour", "nan"), "'--deaths-per-hour'"),
+        (("replay", trace, "--set", "kv-cache-tokens=64"), "do not fit into kv_cache_tokens"),
+        (("replay", trace, "--set", "max-num-batched-tokens=100"), "it is at least max_num_seqs (256)"),
+        (("replay", trace, "--set", "step-ms=inf"), "--set step-ms"),
+        (("replay", trace, "--set", "prefill-us=1e30"), "--set prefill-us"),
+        (("replay", trace, "--set", "cold-start=nan"), "--set cold-start"),
+        (("replay", trace, "--set", "deaths-per-hour=nan"), "--set deaths-per-hour"),
+        (("replay", trace, "--set", "windows=3"), "found 'windows=3'; it is NAME=VALUE, with one of window,"),
         (("synthesize", "--trajectories", 3, "--turns", "normal:3"), "--turns"),
     ):
         refused = typed(*arguments)
@@ -104,15 +105,18 @@ def test_an_engine_argument_has_a_name() -> None:
 @pytest.mark.engine
 def test_an_engine_says_what_its_steps_cost(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    assert typed("synthesize", "--trajectories", 16, "--most-tokens", 256, "-o", trace).exit_code == 0
+    assert typed("synthesize", "--trajectories", 16, "--set", "most-tokens=256", "-o", trace).exit_code == 0
     # A process of its own: vLLM stays in the one that loads it.
     command = [str(Path(sys.executable).with_name("kuberoll")), "bench", "fit", str(TINY), "-a", "max_model_len=256"]
     command += ["-a", "dtype=float32", "-a", "kv_cache_memory_bytes=67108864"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     costs, limits = [line for line in done.stdout.splitlines() if line.startswith("--")]
-    assert costs.startswith("--step-ms")
+    assert costs.startswith("--set step-ms=")
     # 64 MiB are 512 blocks, one of which holds nothing.
-    assert "--kv-cache-tokens 16352 --block-tokens 32 --prefix-caching --no-chunked-prefill" in limits
+    assert (
+        "--set kv-cache-tokens=16352 --set block-tokens=32 --set prefix-caching=true --set chunked-prefill=false"
+        in limits
+    )
     shown = typed("replay", trace, *costs.split(), *limits.split())
     assert shown.exit_code == 0, shown.output

@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -18,8 +18,6 @@ from kuberoll_workers.data.text import visible
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-_Command = Callable[..., None]
 
 
 class _Amount(click.FloatRange):
@@ -37,6 +35,63 @@ class _Amount(click.FloatRange):
 
 
 _AMOUNT: Final = _Amount()
+_FROM_0: Final = click.IntRange(0)
+_FROM_1: Final = click.IntRange(1)
+
+_DRAWN: Final[Mapping[str, tuple[click.ParamType[Any], Any]]] = {
+    "prompt": (click.STRING, "lognormal:400:0.5"),
+    "observation": (click.STRING, "lognormal:100:1"),
+    "environment": (click.STRING, "lognormal:0.2:1"),
+    "most-turns": (_FROM_1, 256),
+    "most-tokens": (click.IntRange(2), 32_768),
+}
+"""Settings of `synthesize`: their types and defaults."""
+
+_REPLAYED: Final[Mapping[str, tuple[click.ParamType[Any], Any]]] = {
+    "window": (click.INT, 1024),
+    "scheduling": (click.Choice(["Concurrent", "Lockstep"]), "Concurrent"),
+    "admission": (click.Choice(["Resident", "Unlimited", "Reserve"]), "Resident"),
+    "margin": (_FROM_0, 8),
+    "request-ms": (_AMOUNT, 0.0),
+    "cold-start": (_AMOUNT, 0.0),
+    "deaths-per-hour": (_AMOUNT, 0.0),
+    "weights-every": (_AMOUNT, 0.0),
+    "weights-seconds": (_AMOUNT, 1.0),
+    "max-num-seqs": (_FROM_1, 256),
+    "max-num-batched-tokens": (_FROM_1, 8192),
+    "kv-cache-tokens": (_FROM_1, 524_288),
+    "block-tokens": (_FROM_1, 16),
+    "prefix-caching": (click.BOOL, True),
+    "chunked-prefill": (click.BOOL, True),
+    "step-ms": (_AMOUNT, 6.0),
+    "decode-us": (_AMOUNT, 80.0),
+    "prefill-us": (_AMOUNT, 25.0),
+    "attention-ns": (_AMOUNT, 0.0),
+}
+"""Settings of `replay`: their types and defaults."""
+
+_set_option: Final = click.option(
+    "--set", "settings", metavar="NAME=VALUE", multiple=True, help="Change a setting of those below; repeatable."
+)
+
+
+def _parse(given: tuple[str, ...], known: Mapping[str, tuple[click.ParamType[Any], Any]]) -> dict[str, Any]:
+    """The values of `--set`, and the defaults of the others.
+
+    Raises:
+        BadParameter: One is unknown, or its value is not of its type.
+    """
+    found = {name: default for name, (_, default) in known.items()}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if name not in known or not equals:
+            names = ", ".join(known)
+            raise click.BadParameter(f"found {text!r}; it is NAME=VALUE, with one of {names}", param_hint="--set")
+        try:
+            found[name] = known[name][0].convert(value, None, None)
+        except click.BadParameter as error:
+            raise click.BadParameter(error.message, param_hint=f"--set {name}") from error
+    return found
 
 
 @click.group()
@@ -104,14 +159,15 @@ def fit(model: str, arguments: tuple[str, ...]) -> None:
     except (OSError, ValueError) as error:
         _end(error)
     _say(
-        f"--step-ms {found.step_seconds * 1e3:.4g} --decode-us {found.decode_seconds * 1e6:.4g} "
-        f"--prefill-us {found.prefill_seconds * 1e6:.4g} --attention-ns {found.attention_seconds * 1e9:.4g}"
+        f"--set step-ms={found.step_seconds * 1e3:.4g} --set decode-us={found.decode_seconds * 1e6:.4g} "
+        f"--set prefill-us={found.prefill_seconds * 1e6:.4g} --set attention-ns={found.attention_seconds * 1e9:.4g}"
     )
     _say(
-        f"--max-num-seqs {measured.max_num_seqs} --max-num-batched-tokens {measured.max_num_batched_tokens} "
-        f"--kv-cache-tokens {measured.kv_cache_tokens} --block-tokens {measured.block_tokens} "
-        f"--{'' if measured.prefix_caching else 'no-'}prefix-caching "
-        f"--{'' if measured.chunked_prefill else 'no-'}chunked-prefill"
+        f"--set max-num-seqs={measured.max_num_seqs} "
+        f"--set max-num-batched-tokens={measured.max_num_batched_tokens} "
+        f"--set kv-cache-tokens={measured.kv_cache_tokens} --set block-tokens={measured.block_tokens} "
+        f"--set prefix-caching={str(measured.prefix_caching).lower()} "
+        f"--set chunked-prefill={str(measured.chunked_prefill).lower()}"
     )
     click.echo(f"{found.steps} steps, from which these differ by {100 * found.error:.1f} %", err=True)
 
@@ -120,24 +176,16 @@ def fit(model: str, arguments: tuple[str, ...]) -> None:
 @click.option("--trajectories", type=click.IntRange(1), required=True, help="Number of trajectories.")
 @click.option("--group-size", type=click.IntRange(1), default=8, show_default=True, help="Trajectories of a group.")
 @click.option("--turns", default="lognormal:4:0.8", show_default=True, metavar="DIST", help="Turns of a trajectory.")
-@click.option("--prompt", default="lognormal:400:0.5", show_default=True, metavar="DIST", help="Tokens of a prompt.")
 @click.option("--response", default="lognormal:300:1", show_default=True, metavar="DIST", help="Tokens of a response.")
-@click.option("--observation", default="lognormal:100:1", show_default=True, metavar="DIST", help="Of an observation.")
-@click.option("--environment", default="lognormal:0.2:1", show_default=True, metavar="DIST", help="Seconds of a step.")
-@click.option("--most-turns", type=click.IntRange(1), default=256, show_default=True, help="Maximum turns.")
-@click.option("--most-tokens", type=click.IntRange(2), default=32_768, show_default=True, help="Maximum length.")
+@_set_option
 @click.option("--seed", type=int, default=0, show_default=True, help="The same one draws the same trace.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The trace.  [default: trace.jsonl.zst]")
 def synthesize(
     trajectories: int,
     group_size: int,
     turns: str,
-    prompt: str,
     response: str,
-    observation: str,
-    environment: str,
-    most_turns: int,
-    most_tokens: int,
+    settings: tuple[str, ...],
     seed: int,
     output: Path | None,
 ) -> None:
@@ -145,23 +193,33 @@ def synthesize(
 
     DIST is a number, exponential:MEDIAN, lognormal:MEDIAN:SIGMA or pareto:MEDIAN:EXPONENT. The exit code is 2 if the
     file exists.
+
+    \b
+    With --set, and their defaults:
+      prompt=lognormal:400:0.5       tokens of a prompt
+      observation=lognormal:100:1    tokens of an observation
+      environment=lognormal:0.2:1    seconds of a step
+      most-turns=256                 of a trajectory
+      most-tokens=32768              of a trajectory
     """
     from kuberoll_workers.simulation import synthesis
     from kuberoll_workers.simulation.trace import write_trace
 
+    given = _parse(settings, _DRAWN)
     drawn = {
         "turns": turns,
-        "prompt": prompt,
+        "prompt": given["prompt"],
         "response": response,
-        "observation": observation,
-        "environment": environment,
+        "observation": given["observation"],
+        "environment": given["environment"],
     }
     found: dict[str, synthesis.Distribution] = {}
     for name, text in drawn.items():
         try:
             found[name] = synthesis.Distribution.parse(text)
         except ValueError as error:
-            raise click.BadParameter(str(error), param_hint=f"--{name}") from error
+            hint = f"--set {name}" if name in _DRAWN else f"--{name}"
+            raise click.BadParameter(str(error), param_hint=hint) from error
     path = output or Path("trace.jsonl.zst")
     recipe = synthesis.Recipe(
         trajectories=trajectories,
@@ -171,8 +229,8 @@ def synthesize(
         generated=found["response"],
         observed=found["observation"],
         environment_seconds=found["environment"],
-        most_turns=most_turns,
-        most_tokens=most_tokens,
+        most_turns=given["most-turns"],
+        most_tokens=given["most-tokens"],
         seed=seed,
     )
     try:
@@ -184,39 +242,11 @@ def synthesize(
     _say(f"{path}: {len(made)} trajectories, {_turns(made)} turns")
 
 
-def _engine_options(command: _Command) -> _Command:
-    """Options that describe a replica's engine, with the defaults of `EngineLimits`."""
-    options = (
-        click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True, help="As vLLM's."),
-        click.option(
-            "--max-num-batched-tokens", type=click.IntRange(1), default=8192, show_default=True, help="As vLLM's."
-        ),
-        click.option(
-            "--kv-cache-tokens", type=click.IntRange(1), default=524_288, show_default=True, help="Of a replica."
-        ),
-        click.option("--block-tokens", type=click.IntRange(1), default=16, show_default=True, help="Of a block."),
-        click.option("--prefix-caching/--no-prefix-caching", default=True, help="Reuse prefixes.  [default: reuse]"),
-        click.option("--step-ms", type=_AMOUNT, default=6.0, show_default=True, help="Fixed time of an engine's step."),
-        click.option("--decode-us", type=_AMOUNT, default=80.0, show_default=True, help="More for each sequence."),
-        click.option("--prefill-us", type=_AMOUNT, default=25.0, show_default=True, help="More for each prompt token."),
-        click.option(
-            "--attention-ns", type=_AMOUNT, default=0.0, show_default=True, help="More for each token of the contexts."
-        ),
-        click.option(
-            "--chunked-prefill/--no-chunked-prefill", default=True, help="Split prompts.  [default: split them]"
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 @bench.command()
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--replicas", type=int, default=1, show_default=True, help="Replicas of the policy.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Workers, which share the trajectories.")
 @click.option("--concurrency", type=int, default=64, show_default=True, help="Trajectories in flight in a worker.")
-@click.option("--window", type=int, default=1024, show_default=True, help="Requests that a replica takes at once.")
 @click.option(
     "--routing",
     type=click.Choice(["Session", "LeastLoaded", "Hash", "Margin"]),
@@ -224,54 +254,46 @@ def _engine_options(command: _Command) -> _Command:
     show_default=True,
     help="Hash and Margin are candidates that no worker uses.",
 )
-@click.option("--margin", type=click.IntRange(0), default=8, show_default=True, help="Of Margin, in trajectories.")
-@click.option(
-    "--admission",
-    type=click.Choice(["Resident", "Unlimited", "Reserve"]),
-    default="Resident",
-    show_default=True,
-    help="Of new trajectories; the others are candidates.",
-)
-@click.option("--scheduling", type=click.Choice(["Concurrent", "Lockstep"]), default="Concurrent", show_default=True)
-@click.option("--request-ms", type=_AMOUNT, default=0.0, show_default=True, help="Of a request, outside of the engine.")
-@click.option("--cold-start", type=_AMOUNT, default=0.0, metavar="SECONDS", help="Until a new replica answers.")
-@click.option("--deaths-per-hour", type=_AMOUNT, default=0.0, help="Replicas of the fleet that die in an hour.")
-@click.option("--weights-every", type=_AMOUNT, default=0.0, metavar="SECONDS", help="New weights for all replicas.")
-@click.option("--weights-seconds", type=_AMOUNT, default=1.0, show_default=True, help="Pause for new weights.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of deaths and jitter.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, the same bytes each time.")
-@_engine_options
+@_set_option
 def replay(
     trace: Path,
     replicas: int,
     workers: int,
     concurrency: int,
-    window: int,
     routing: Any,
-    margin: int,
-    admission: Any,
-    scheduling: Any,
-    request_ms: float,
-    cold_start: float,
-    deaths_per_hour: float,
-    weights_every: float,
-    weights_seconds: float,
+    settings: tuple[str, ...],
     seed: int,
     as_json: bool,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    kv_cache_tokens: int,
-    block_tokens: int,
-    prefix_caching: bool,
-    step_ms: float,
-    decode_us: float,
-    prefill_us: float,
-    attention_ns: float,
-    chunked_prefill: bool,
 ) -> None:
     """Play TRACE in virtual time: real scheduling, admission and routing, modelled engines.
 
     The exit code is 1 if a trajectory failed, 2 if the trace or an option cannot be used.
+
+    \b
+    With --set, and their defaults:
+      window=1024                    requests that a replica takes at once
+      scheduling=Concurrent          or Lockstep
+      admission=Resident             or Unlimited, Reserve: candidates
+      margin=8                       of routing Margin, in trajectories
+      request-ms=0                   of a request, outside of the engine
+      cold-start=0                   seconds until a new replica answers
+      deaths-per-hour=0              replicas of the fleet that die
+      weights-every=0                seconds between new weights
+      weights-seconds=1              pause for new weights
+    \b
+    Of a replica's engine, as `kuberoll bench fit` prints them:
+      max-num-seqs=256               as vLLM's
+      max-num-batched-tokens=8192    as vLLM's
+      kv-cache-tokens=524288         of a replica
+      block-tokens=16                of a block
+      prefix-caching=true            reuse prefixes
+      chunked-prefill=true           split prompts
+      step-ms=6                      fixed time of a step
+      decode-us=80                   more for each sequence
+      prefill-us=25                  more for each prompt token
+      attention-ns=0                 more for each token of the contexts
     """
     from kuberoll_workers.simulation.engine_model import EngineLimits
     from kuberoll_workers.simulation.replay import ReplaySettings
@@ -280,43 +302,44 @@ def replay(
     from kuberoll_workers.simulation.trace import read_trace
     from kuberoll_workers.simulation.virtual_loop import NothingLeft, TimeEnds
 
+    given = _parse(settings, _REPLAYED)
     try:
-        settings = ReplaySettings(
+        replayed = ReplaySettings(
             engine=EngineLimits(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                kv_cache_tokens=kv_cache_tokens,
-                block_tokens=block_tokens,
-                prefix_caching=prefix_caching,
-                step_seconds=step_ms / 1e3,
-                decode_seconds=decode_us / 1e6,
-                prefill_seconds=prefill_us / 1e6,
-                attention_seconds=attention_ns / 1e9,
-                chunked_prefill=chunked_prefill,
+                max_num_seqs=given["max-num-seqs"],
+                max_num_batched_tokens=given["max-num-batched-tokens"],
+                kv_cache_tokens=given["kv-cache-tokens"],
+                block_tokens=given["block-tokens"],
+                prefix_caching=given["prefix-caching"],
+                step_seconds=given["step-ms"] / 1e3,
+                decode_seconds=given["decode-us"] / 1e6,
+                prefill_seconds=given["prefill-us"] / 1e6,
+                attention_seconds=given["attention-ns"] / 1e9,
+                chunked_prefill=given["chunked-prefill"],
             ),
             replicas=replicas,
             workers=workers,
             concurrency=concurrency,
-            window=window,
+            window=given["window"],
             routing=routing,
-            margin=margin,
-            admission=admission,
-            scheduling=scheduling,
-            request_seconds=request_ms / 1e3,
-            cold_start_seconds=cold_start,
-            deaths_per_hour=deaths_per_hour,
-            weights_every=weights_every,
-            weights_seconds=weights_seconds,
+            margin=given["margin"],
+            admission=given["admission"],
+            scheduling=given["scheduling"],
+            request_seconds=given["request-ms"] / 1e3,
+            cold_start_seconds=given["cold-start"],
+            deaths_per_hour=given["deaths-per-hour"],
+            weights_every=given["weights-every"],
+            weights_seconds=given["weights-seconds"],
             seed=seed,
         )
         trajectories = read_trace(trace).trajectories
         began = time.perf_counter()
         with _quiet():
-            found = play(trajectories, settings)
+            found = play(trajectories, replayed)
         took = time.perf_counter() - began
     except (OSError, ValueError, NothingLeft, TimeEnds) as error:
         _end(error)
-    report = report_of(trajectories, settings, found)
+    report = report_of(trajectories, replayed, found)
     if as_json:
         import orjson
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _TOKEN_VARIABLE = "KUBEROLL_ENVIRONMENT_TOKEN"
+# Of a server, for calls that would wait for one that hangs.
+_SPARE_PROCESSES = 1
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -206,13 +208,6 @@ def play(row: int, tokenizer: str | None, max_turns: int | None, **target: Any) 
 )
 @click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True, help="Instances.")
 @click.option(
-    "--spare-processes",
-    type=click.IntRange(0, 64),
-    default=1,
-    show_default=True,
-    help="Further processes, for calls that would wait for one that hangs.",
-)
-@click.option(
     "--timeout", type=click.FloatRange(min=0.1), default=300.0, show_default=True, help="Most seconds of one call."
 )
 @click.option(
@@ -237,7 +232,6 @@ def serve_(
     config: str | None,
     name: str | None,
     token_file: Path | None,
-    spare_processes: int,
     variable: tuple[str, ...],
     readable: tuple[str, ...],
     writable: tuple[str, ...],
@@ -278,7 +272,7 @@ def serve_(
     )
     protected = [] if token_file is None else [str(token_file.resolve())]
     sandbox = Sandbox(protected=protected, readable=readable, writable=writable, variables=variable)
-    serving = Serving(spec=spec, sandbox=sandbox, token=token, spare=spare_processes, **settings)
+    serving = Serving(spec=spec, sandbox=sandbox, token=token, spare=_SPARE_PROCESSES, **settings)
     try:
         asyncio.run(serve(serving, lambda url: click.echo(f"{spec.name} at {url}")))
     except (EnvironmentFault, OSError) as error:
