@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from kuberoll_api.schema.common import COMMON
 from kuberoll_api.schema.crd import schema
 from kuberoll_api.schema.lookup import in_words
 from kuberoll_api.schema.rules import AT_ANY_TIME, ONLY_SUSPENDED
@@ -51,6 +52,16 @@ The API server rejects changes of existing objects that the table above excludes
 """
 
 
+_COMMON = """\
+## The fields that most jobs set
+
+The first twenty to know; all others are [below](#fields). Whatever Kubernetes has for pods and is not a field here,
+such as tolerations, volumes and security contexts, is set in `podTemplate`.
+
+| field of spec | | default | |
+|---|---|---|---|"""
+
+
 def page() -> str:
     """The whole page, in Markdown."""
     root = schema()["properties"]
@@ -62,10 +73,22 @@ def page() -> str:
             suspended=", ".join(f"`{name}`" for name in ONLY_SUSPENDED),
         )
     ]
+    parts += [_COMMON, *_common(root["spec"]), ""]
     for name, title in (("spec", "Fields"), ("status", "Status")):
         parts.append(f"## {title}\n\n{root[name]['description']}\n")
         parts += _sections(name, root[name], {})
     return "\n".join(parts)
+
+
+def _common(spec: Schema) -> Iterator[str]:
+    """Rows of the fields that most jobs set."""
+    for path in COMMON:
+        field = spec
+        for part in path.split(".")[1:]:
+            field = field["properties"][part.removesuffix("[]")]
+            holder, field = field, field["items"] if part.endswith("[]") else field
+        shown = path.removeprefix("spec.")
+        yield f"| `{shown}` | {_cell(_kind(holder))} | {_default(holder)} | {_cell(holder['description'])} |"
 
 
 def _sections(path: str, given: Schema, seen: dict[str, str]) -> Iterator[str]:
