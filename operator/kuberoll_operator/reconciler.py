@@ -51,7 +51,7 @@ from kuberoll_operator.observe import observe
 from kuberoll_operator.plan import plan
 from kuberoll_operator.polling import ReportPoller
 from kuberoll_operator.queue import WorkQueue
-from kuberoll_operator.removed_fields import lost_event, lost_fields
+from kuberoll_operator.removed_fields import lost_event, lost_fields, with_kept
 from kuberoll_operator.servers import claim_refs
 from kuberoll_operator.settings import Settings
 from kuberoll_operator.status.job_status import compute_status, next_deadline
@@ -126,8 +126,11 @@ class Reconciler:
             job = with_defaults(RolloutJob.model_validate(given), raw, self._settings)
         except ValidationError as error:
             return await self._reject(raw, error)
-        await self._tell_of_removed(key, raw, [*removed, *lost_fields(raw, job)])
-        observed = await self._with_quota(job, observe(self._cache, key, raw, self._progress.latest))
+        lost = [*removed, *lost_fields(raw, job)]
+        await self._tell_of_removed(key, raw, lost)
+        observed = observe(self._cache, key, raw, self._progress.latest)
+        job = with_kept(job, lost, observed.get("Job", names.workers(job.metadata.name)))
+        observed = await self._with_quota(job, observed)
         observed = await self._with_output_claim(key, job, observed)
         observed = await self._with_unmountable(key, job, observed)
         observed, next_signs = await self._with_signs(key, observed)

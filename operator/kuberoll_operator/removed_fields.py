@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.paths import Path
 from kuberoll_api.removed import replacement, sentence
 from kuberoll_operator.model import Object
+from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.transitions import NOTE_CHARACTERS, Event
+
+_OF_METADATA: Final = {"podLabels": "labels", "podAnnotations": "annotations"}
+# Of labels and annotations that the operator, Kubernetes or a queue gives to pods.
+_NOT_OF_USERS: Final = (
+    "app.kubernetes.io/", "batch.kubernetes.io/", "controller-uid", "job-name", "kuberoll.io/", "kueue.x-k8s.io/"
+)  # fmt: skip
 
 
 def lost_fields(raw: Object, job: RolloutJob) -> list[Path]:
@@ -31,6 +38,35 @@ def lost_fields(raw: Object, job: RolloutJob) -> list[Path]:
             given = (entry.get("fieldsV1") or {}).get("f:spec") or {}
             found |= dict.fromkeys(_removed_in(given, ("spec",), raw.get("spec")))
     return [path for path in found if not _is_replaced(path, job)]
+
+
+def with_kept(job: RolloutJob, paths: list[Path], live: Object | None) -> RolloutJob:
+    """The job with what its workers lost, as far as their Job still has it.
+
+    The pods of one run stay alike: those that aggregate it have the workers' identity, and resumed workers the same
+    sandbox.
+
+    Args:
+        paths: Removed fields of the job.
+        live: The workers' Job; None if there is none.
+    """
+    names = {str(path[-1]) for path in paths if path[:-1] == ("spec", "workers")}
+    if live is None or not names:
+        return job
+    template = live["spec"]["template"]
+    metadata, spec, workers = template.get("metadata") or {}, template["spec"], job.spec.workers
+    main: Object = next((item for item in spec["containers"] if item["name"] == workers.container_name), {})
+    given: Object = {}
+    for name, kind in _OF_METADATA.items():
+        if name in names:
+            there: Object = metadata.get(kind) or {}
+            given[kind] = {key: value for key, value in there.items() if not key.startswith(_NOT_OF_USERS)}
+    kept: Object = {"metadata": given, "spec": {name: spec[name] for name in sorted(names) if name in spec}}
+    if inside := {name: main[name] for name in ("envFrom", "volumeMounts") if name in names and name in main}:
+        kept["spec"]["containers"] = [{"name": workers.container_name, **inside}]
+    own = {"pod_template": merge(kept, workers.pod_template or {})}
+    changed = job.spec.model_copy(update={"workers": workers.model_copy(update=own)})
+    return job.model_copy(update={"spec": changed})
 
 
 def lost_event(paths: list[Path]) -> Event:
@@ -66,9 +102,9 @@ def _is_replaced(path: Path, job: RolloutJob) -> bool:
     name = path[-1]
     if pods is None:
         return False
-    if name in ("podLabels", "podAnnotations"):
+    if name in _OF_METADATA:
         metadata = (pods.pod_template or {}).get("metadata")
-        return isinstance(metadata, Mapping) and str(name).removeprefix("pod").lower() in metadata
+        return isinstance(metadata, Mapping) and _OF_METADATA[str(name)] in metadata
     return name in pods.template_spec or any(name in item for item in pods.main_containers)
 
 
