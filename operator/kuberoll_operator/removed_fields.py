@@ -55,7 +55,8 @@ def with_kept(job: RolloutJob, paths: list[Path], live: Object | None) -> Rollou
         return job
     template = live["spec"]["template"]
     metadata, spec, workers = template.get("metadata") or {}, template["spec"], job.spec.workers
-    main: Object = next((item for item in spec["containers"] if item["name"] == workers.container_name), {})
+    mains: list[Object] = [item for item in spec["containers"] if item["name"] == workers.container_name]
+    main = mains[0] if mains else {}
     given: Object = {}
     for name, kind in _OF_METADATA.items():
         if name in names:
@@ -64,8 +65,8 @@ def with_kept(job: RolloutJob, paths: list[Path], live: Object | None) -> Rollou
     kept: Object = {"metadata": given, "spec": {name: spec[name] for name in sorted(names) if name in spec}}
     if inside := {name: main[name] for name in ("envFrom", "volumeMounts") if name in names and name in main}:
         kept["spec"]["containers"] = [{"name": workers.container_name, **inside}]
-    own = {"pod_template": merge(kept, workers.pod_template or {})}
-    changed = job.spec.model_copy(update={"workers": workers.model_copy(update=own)})
+    own = kept if workers.pod_template is None else merge(kept, workers.pod_template)
+    changed = job.spec.model_copy(update={"workers": workers.model_copy(update={"pod_template": own})})
     return job.model_copy(update={"spec": changed})
 
 
