@@ -63,8 +63,9 @@ def with_kept(job: RolloutJob, paths: list[Path], live: Object | None) -> Rollou
             there: Object = metadata.get(kind) or {}
             given[kind] = {key: value for key, value in there.items() if not key.startswith(_NOT_OF_USERS)}
     kept: Object = {"metadata": given, "spec": {name: spec[name] for name in sorted(names) if name in spec}}
-    if inside := {name: main[name] for name in ("envFrom", "volumeMounts") if name in names and name in main}:
-        kept["spec"]["containers"] = [{"name": workers.container_name, **inside}]
+    inside: Object = {name: main[name] for name in ("envFrom", "volumeMounts") if name in names and name in main}
+    if inside:
+        kept["spec"]["containers"] = [{"name": workers.container_name} | inside]
     own = kept if workers.pod_template is None else merge(kept, workers.pod_template)
     changed = job.spec.model_copy(update={"workers": workers.model_copy(update={"pod_template": own})})
     return job.model_copy(update={"spec": changed})
