@@ -300,6 +300,26 @@ async def test_a_job_that_runs_and_is_not_understood_any_more_is_left_as_it_is(t
         assert len(it.server.writes()) == written
 
 
+async def test_a_job_with_a_removed_field_goes_on_without_it_and_says_so_once(tmp_path: Path) -> None:
+    """As with an older CRD, or from before it was upgraded: what there is runs on."""
+    async with bench(tmp_path) as it:
+        await it.settle()
+        written = len(it.server.writes())
+        spec = {**it.job["spec"], "workers": {**it.job["spec"].get("workers", {}), "tolerations": []}}
+        managed = [{"fieldsV1": {"f:spec": {"f:generation": {"f:runtimeClassName": {}}}}}]
+        job = it.job
+        it.server.put({**job, "metadata": {**job["metadata"], "managedFields": managed}, "spec": spec})
+        for _ in range(2):
+            await it.settle()
+        # Beside the status, which names the version of the job that was observed.
+        assert [item.plural for item in it.server.writes()[written:]] == ["events", "rolloutjobs"]
+        [event] = [item for item in it.server.all("events") if item["reason"] == "FieldsRemoved"]
+        assert event["type"] == "Warning"
+        assert "spec.workers.tolerations was removed: set spec.workers.podTemplate.spec.tolerations" in event["note"]
+        assert "spec.generation.runtimeClassName was removed" in event["note"]
+        assert it.job["status"]["phase"] == "Starting"
+
+
 async def test_a_job_whose_time_is_over_is_deleted_with_what_it_owns(tmp_path: Path) -> None:
     async with bench(tmp_path, ttlSecondsAfterFinished=60) as it:
         await it.settle()
