@@ -306,7 +306,7 @@ async def test_a_job_with_a_removed_field_goes_on_without_it_and_says_so_once(tm
         await it.settle()
         written = len(it.server.writes())
         spec = {**it.job["spec"], "workers": {**it.job["spec"].get("workers", {}), "tolerations": []}}
-        managed = [{"fieldsV1": {"f:spec": {"f:generation": {"f:runtimeClassName": {}}}}}]
+        managed: list[Object] = [{"fieldsV1": {"f:spec": {"f:generation": {"f:runtimeClassName": {}}}}}]
         job = it.job
         it.server.put({**job, "metadata": {**job["metadata"], "managedFields": managed}, "spec": spec})
         for _ in range(2):
