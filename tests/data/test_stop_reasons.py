@@ -128,8 +128,8 @@ def test_alerts_and_dashboards_ask_for_reasons_that_exist() -> None:
 
 
 def test_pages_list_the_reasons_of_the_table() -> None:
-    """docs/rollouts.md has the one table for people."""
-    text = (ROOT / "docs/rollouts.md").read_text()
+    """docs/explanation/rollouts.md has the one table for people."""
+    text = (ROOT / "docs/explanation/rollouts.md").read_text()
     rows = text[text.index("| `stop_reason` | when |") :].split("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", rows, re.M)) == {
         name for name, ending in ENDINGS.items() if ending.kind != "dropped"
