@@ -319,3 +319,18 @@ def test_anchors_lead_somewhere(page: str) -> None:
         headings = re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)
         slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert anchor in slugs, f"{target}#{anchor}"
+
+
+def test_what_is_decided_is_where_the_index_says() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("\n## Where is it decided\n")[1].split("\n## ")[0]
+    places = re.findall(r"`([\w/]+\.py)` `(\w+)`", section)
+    assert len(places) > 20
+    for path, name in places:
+        assert name in _names(ast.parse((ROOT / path).read_text())), f"{path} has no {name}"
+
+
+def _names(module: ast.Module) -> set[str]:
+    """Names that a module defines."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    stored = {item.id for item in ast.walk(module) if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store)}
+    return stored | {node.name for node in module.body if isinstance(node, kinds)}
