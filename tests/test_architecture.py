@@ -135,7 +135,10 @@ def test_the_map_has_the_import_rules() -> None:
     packages = {quoted(row[0])[0]: set(quoted(row[2])) for row in rows if len(row) == 3}
     layers = [set(quoted(row[0])) for row in rows if len(row) == 2]
     assert packages == {
-        rule["source_modules"][0]: set(rule["forbidden_modules"]) for rule in CONTRACTS if rule["type"] == "forbidden"
+        rule["source_modules"][0]: set(rule["forbidden_modules"])
+        for rule in CONTRACTS
+        # That of core and batteries has many sources.
+        if rule["type"] == "forbidden" and len(rule["source_modules"]) == 1
     }
     [rule] = [rule for rule in CONTRACTS if rule["type"] == "layers"]
     assert layers == [set(layer.split(" | ")) for layer in rule["layers"]]

@@ -15,7 +15,7 @@ from kuberoll_workers.adapters.episodes import reward_metrics
 from kuberoll_workers.adapters.http import CONNECT_SECONDS, Answer, ServerError, patiently, post
 from kuberoll_workers.adapters.nemo_gym_steps import SteppedEpisodes
 from kuberoll_workers.adapters.presence import Presence
-from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
+from kuberoll_workers.data.response_items import input_items, output_items, response_of, tool_items
 from kuberoll_workers.data.tool_calls import in_order_of_calls
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.interface import (

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from kuberoll_workers.adapters.http import Answer
-from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
+from kuberoll_workers.data.response_items import input_items, output_items, response_of, tool_items
 from kuberoll_workers.environments.interface import ChatMessage, Episode, EpisodeEnd, EpisodeStart
 from kuberoll_workers.environments.tools import unreadable_answer
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
-from kuberoll_workers.adapters.response_items import input_items, tool_items
 from kuberoll_workers.data.gym_requests import AGENT, PARAMS, TASK, agent_ref, request_params
+from kuberoll_workers.data.response_items import input_items, tool_items
 from kuberoll_workers.dataset.rows import Row
 
 

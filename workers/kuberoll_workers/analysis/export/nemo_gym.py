@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
 from kuberoll_workers.analysis.export.formats import NEMO_GYM, Format
 from kuberoll_workers.analysis.export.samplings import known_sampling
 from kuberoll_workers.analysis.export.views import spoken, token_versions
@@ -23,6 +22,7 @@ from kuberoll_workers.data.gym_requests import (
 )
 from kuberoll_workers.data.messages import PROMPT_TURN, Message, chat_message, token_array
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.response_items import input_items, output_items, response_of, tool_items
 
 OWN = "kuberoll"
 """Field of a rollout with what Gym has no name for."""
