@@ -52,9 +52,9 @@ def calls_per_turn(work: Callable[[], None]) -> float:
     return float(stats.total_calls) / (TRAJECTORIES * TURNS)
 
 
-@pytest.mark.parametrize(("journaled", "most"), [(False, 232), (True, 330)])
+@pytest.mark.parametrize(("journaled", "most"), [(False, 209), (True, 307)])
 def test_calls_of_a_turn(tmp_path: Path, journaled: bool, most: int) -> None:
-    """227 calls, and 293 to 320 with the turns journaled, which depends on how many are written together."""
+    """204 calls, and 270 to 297 with the turns journaled, which depends on how many are written together."""
 
     async def work() -> None:
         log = TurnLog(tmp_path, 0, seconds=Observed()) if journaled else None

@@ -14,9 +14,9 @@ import pytest
 
 from kuberoll_workers.adapters.http import ServerError
 from kuberoll_workers.adapters.nemo_gym import NemoGymEnvironment
-from kuberoll_workers.data.response_items import input_items, output_items
 from kuberoll_workers.authoring import check_environment
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.response_items import input_items, output_items
 from kuberoll_workers.data.tools import checked_tools
 from kuberoll_workers.environments import Episode, EpisodeEnd, UnusableEnvironment, UnusableRow
 from kuberoll_workers.rollouts.scheduling import run_rollout

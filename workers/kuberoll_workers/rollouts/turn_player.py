@@ -20,6 +20,7 @@ from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationResult, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.policy.responses import check_response
 from kuberoll_workers.rollouts.attempts import StartOver
+from kuberoll_workers.rollouts.call_limit import CallLimit, LimitedCall
 from kuberoll_workers.rollouts.episodes import MAX_RECOVERIES, Episodes
 from kuberoll_workers.rollouts.failures import TrajectoryFailed, failure_of, is_retryable
 from kuberoll_workers.rollouts.in_flight import InFlight
@@ -53,6 +54,7 @@ class TurnPlayer:
         """
         self._settings = parts.settings
         self._policy = parts.policy
+        self._generation = CallLimit(parts.settings.generation_seconds)
         self._environments = parts.environments
         self._tokenizer = parts.tokenizer
         self._attempts = parts.attempts
@@ -110,15 +112,15 @@ class TurnPlayer:
         async def attempt(tries: int) -> GenerationResult:
             request = trajectory.next_request(tries)
             flight.session = request.session_id
-            limit = self._settings.generation_seconds
-            timeout = asyncio.timeout(limit)
+            call = LimitedCall(self._generation)
             try:
-                async with timeout:
+                with call:
                     result = await self._policy.generate(request)
             except TimeoutError as error:
-                if not timeout.expired():
+                if not call.expired:
                     raise
-                raise PolicyUnavailable(f"no response within generationSeconds ({limit:g} s)") from error
+                seconds = self._generation.seconds
+                raise PolicyUnavailable(f"no response within generationSeconds ({seconds:g} s)") from error
             free = self._settings.foreign_policy or not result.exact
             check_response(
                 result,
