@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import hmac
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -47,7 +48,10 @@ def _bytes(quantity: Any) -> int | None:
 
     if quantity is None:
         return None
-    if (found := int(parse_quantity(quantity))) < 1:  # type: ignore[no-untyped-call]
+    # Libraries change the precision of a thread's decimals for themselves.
+    with decimal.localcontext(decimal.DefaultContext):
+        found = int(parse_quantity(quantity))  # type: ignore[no-untyped-call]
+    if found < 1:
         raise ValueError("must be at least one byte")
     return found
 
