@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from kuberoll_api.contract import PodConfig
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.dataset.inputs import scan
 from kuberoll_workers.environments.source_digest import source_digest
-from kuberoll_workers.pods.files import add_modules
+from kuberoll_workers.pods.files import add_modules, job_of
 from kuberoll_workers.pods.worker import check_files
 from kuberoll_workers.worker.environments import isolated_environment_factory
 
@@ -99,3 +103,19 @@ def test_a_job_without_files_changes_no_path(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "path", before)
     add_modules(config(None))
     assert before == ["somewhere"]
+
+
+def test_fields_that_a_job_has_no_longer_are_left_out() -> None:
+    """The operator may be of an earlier release than the images of a job."""
+    now = job("data/a.jsonl").model_dump(mode="json", by_alias=True, exclude_unset=True)
+    earlier: Any = copy.deepcopy(now)
+    earlier["spec"]["rollout"] = {"retries": {"maxBackoffSeconds": 5}}
+    earlier["spec"]["environments"][0]["spareProcesses"] = 1
+    earlier["spec"]["dataset"]["seedPerRepeat"] = True
+    assert (
+        job_of(dataclasses.replace(config(None), job=earlier)).spec
+        == job_of(dataclasses.replace(config(None), job=now)).spec
+    )
+    earlier["spec"]["rollout"] = {"maxBackoff": 5}
+    with pytest.raises(ValidationError, match="maxBackoff"):
+        job_of(dataclasses.replace(config(None), job=earlier))

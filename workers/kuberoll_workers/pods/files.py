@@ -12,6 +12,8 @@ from typing import Final
 import msgspec
 
 from kuberoll_api.contract import MESSAGE_BYTES, FinishMessage, PodConfig, WorkerMessage
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.removed import without_removed
 
 TERMINATION_LOG_VARIABLE: Final = "KUBEROLL_TERMINATION_LOG"
 CAUSE_BYTES: Final = 2000
@@ -33,6 +35,15 @@ def read_config(path: Path) -> PodConfig:
         return msgspec.json.decode(path.read_bytes(), type=PodConfig)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigRefused(f"{path}: {error}") from error
+
+
+def job_of(config: PodConfig) -> RolloutJob:
+    """The job of a pod; fields that it has no longer are left out, as its operator may be of an earlier release.
+
+    Raises:
+        ValidationError: It is invalid.
+    """
+    return RolloutJob.model_validate(without_removed(config.job)[0])
 
 
 def add_modules(config: PodConfig) -> None:

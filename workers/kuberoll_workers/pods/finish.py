@@ -26,14 +26,13 @@ from kuberoll_api.contract import (
     PodConfig,
 )
 from kuberoll_api.logs import log_to_stderr
-from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, EnvironmentSummary
 from kuberoll_workers.analysis.aggregation.environments import MetricsFailure
 from kuberoll_workers.data.text import visible
 from kuberoll_workers.output.run_directory import MANIFEST, RunRefused
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.pods.exit_codes import exit_status
-from kuberoll_workers.pods.files import add_modules, encode_message, read_config, write_termination_message
+from kuberoll_workers.pods.files import add_modules, encode_message, job_of, read_config, write_termination_message
 from kuberoll_workers.run_end import RunEnd, end_run
 
 _log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
         RunRefused: The manifest is missing or cannot be read.
         Exception: The aggregates could not be computed or written.
     """
-    job = RolloutJob.model_validate(config.job)
+    job = job_of(config)
     run = RunFiles(config.output)
     manifest = run.manifest()
     if manifest is None:

@@ -48,7 +48,7 @@ from kuberoll_api.contract import (
 from kuberoll_api.http_server import serving
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.pods.files import ConfigRefused, clip, read_config, write_termination_message
+from kuberoll_workers.pods.files import ConfigRefused, clip, job_of, read_config, write_termination_message
 from kuberoll_workers.pods.http import health_route, json_route
 from kuberoll_workers.policy.auth import Tokens, take_tokens
 from kuberoll_workers.serving import controller
@@ -242,7 +242,7 @@ class JobFile:
             return None
         self._read = data
         config = read_config(self._path)
-        return config, RolloutJob.model_validate(config.job)
+        return config, job_of(config)
 
 
 def run(host: Host, status: Status, file: JobFile, *, patience: float, group: PodGroup | None = None) -> None:

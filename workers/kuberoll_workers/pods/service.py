@@ -18,7 +18,7 @@ from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.services import ModelService
 from kuberoll_workers.pods.exit_codes import exit_status
-from kuberoll_workers.pods.files import ConfigRefused, clip, read_config, write_termination_message
+from kuberoll_workers.pods.files import ConfigRefused, clip, job_of, read_config, write_termination_message
 from kuberoll_workers.serving import vllm_server
 from kuberoll_workers.serving.cached_models import cached
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--service", required=True, help="name of the service")
     given = parser.parse_args()
     try:
-        job = RolloutJob.model_validate(read_config(given.config).job)
+        job = job_of(read_config(given.config))
         log_to_stderr(job=job.metadata.name)
         if not os.environ.get(vllm_server.KEY_VARIABLE):
             raise ConfigRefused(f"the variable {vllm_server.KEY_VARIABLE} is not set: the server needs its key")

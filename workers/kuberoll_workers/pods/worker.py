@@ -79,6 +79,7 @@ from kuberoll_workers.pods.files import (
     ConfigRefused,
     add_modules,
     encode_message,
+    job_of,
     read_config,
     write_termination_message,
 )
@@ -141,7 +142,7 @@ class ShardPod:
         self._config = config
         self._token = token
         self._direct_tokens = direct_tokens
-        self._job = with_mounted_dataset(RolloutJob.model_validate(config.job))
+        self._job = with_mounted_dataset(job_of(config))
         self._base = Path(config.base)
         self._planned: int | None = None
         self._inputs: InputSummary | None = None
