@@ -6,12 +6,14 @@ import difflib
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from kuberoll_api.plugins import CHECKS, COMMANDS, installed
 
 if TYPE_CHECKING:
     from kuberoll_api.manifest.loading import Manifest
@@ -35,12 +37,6 @@ SUMMARIES = {
     "validate": "Check manifests.",
 }
 """Lines of `kuberoll --help` for our own commands, which it would otherwise import."""
-
-COMMANDS = "kuberoll.commands"
-"""Group of the subcommands' entry points: `kuberoll_<extra>.module:command`, or `package.module:command [extra]`."""
-
-CHECKS = "kuberoll.checks"
-"""Group of entry points of checks that come with an extra: `dataset`, of `kuberoll validate --dataset`."""
 
 # Requirements of an extra, except for those of some platforms only.
 _OF_EXTRA = re.compile(r"""(?P<name>[\w.-]+)[^;]*;\s*extra == ['"](?P<extra>[\w.-]+)['"]""")
@@ -97,8 +93,8 @@ def _remedy(entry: EntryPoint) -> str:
     return f"pip install 'kuberoll[{_extra(entry)}]'"
 
 
-def _entries() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMANDS)}
+def _entries() -> Mapping[str, EntryPoint]:
+    return installed(COMMANDS)
 
 
 def _extra(entry: EntryPoint) -> str:
@@ -209,7 +205,7 @@ def _check_datasets(manifest: Manifest, file: Path) -> list[str]:
         _InvalidRows: Rows are invalid.
         UsageError: The packages that read them are not installed.
     """
-    [entry] = importlib.metadata.entry_points(group=CHECKS, name="dataset")
+    entry = installed(CHECKS)["dataset"]
     if (missing := next(_missing(entry), None)) is not None:
         raise click.UsageError(f"--dataset needs {missing}, which is not installed: {_remedy(entry)}")
     check = entry.load()

@@ -10,6 +10,10 @@ from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import Any
 
+CHECKS = "kuberoll.checks"
+"""Checks that come with an extra: `dataset`, of `kuberoll validate --dataset`."""
+COMMANDS = "kuberoll.commands"
+"""Subcommands of `kuberoll`: `kuberoll_<extra>.module:command`, or `package.module:command [extra]`."""
 ENGINES = "kuberoll.engines"
 """Engines behind the Serve app (`kuberoll_workers.serving.engines.registry`), by name."""
 EXPORTS = "kuberoll.exports"

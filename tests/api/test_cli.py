@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kuberoll_api.cli import COMMANDS, SUMMARIES, main
+from kuberoll_api.cli import SUMMARIES, main
+from kuberoll_api.plugins import COMMANDS
 from tests.api.support import VALID, edited
 
 ROOT = Path(__file__).parents[2]

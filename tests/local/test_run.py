@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kuberoll_api import plugins
 from kuberoll_api.manifest.loading import load_job
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
@@ -353,6 +354,14 @@ def test_a_library_that_is_not_there_is_told_before_anything_starts(monkeypatch:
     with pytest.raises(
         JobRefused, match=r"spec\.generation\.engine: .* needs libnowhere\.so\.1, which is not installed: apt-get"
     ):
+        check(job, base=EXAMPLES / "sliding-puzzle")
+
+
+def test_an_engine_that_no_package_registers_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a checkout that was installed before its engines were plug-ins."""
+    job = load_job(EXAMPLES / "sliding-puzzle" / "rolloutjob.yaml")
+    monkeypatch.setattr(plugins, "ENGINES", "kuberoll.no-such-group")
+    with pytest.raises(JobRefused, match=r"no installed package registers 'VLLM' .* install KubeRoll again"):
         check(job, base=EXAMPLES / "sliding-puzzle")
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from kuberoll_api.model import traits
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.traits import Traits
+from kuberoll_api.plugins import MissingPlugin
 from kuberoll_workers.data.provenance import MODEL, TOKENIZER, hub_commit, model_source, tokenizer_sources
 from kuberoll_workers.data.tokenization import TemplateRefused
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
@@ -22,7 +23,7 @@ from kuberoll_workers.dataset.reading import DatasetError
 from kuberoll_workers.output.manifest import RunManifest
 from kuberoll_workers.output.run_directory import pinned_revision
 from kuberoll_workers.serving.engines.registry import engine_kind
-from kuberoll_workers.worker.environments import check_environment, isolated_environment_factory
+from kuberoll_workers.worker.environments import check_environment, isolated_environment_factory, players_of
 from kuberoll_workers.worker.settings import check_tools, job_tokenizer, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -152,9 +153,14 @@ def _check_processes(job: RolloutJob) -> None:
 
 
 def _check_packages(job: RolloutJob) -> None:
-    if job.spec.generation.backend == "External":
-        return
-    if (missing := engine_kind(job.spec.generation.engine).missing()) is not None:
+    try:
+        players_of(job)
+        if job.spec.generation.backend == "External":
+            return
+        missing = engine_kind(job.spec.generation.engine).missing()
+    except MissingPlugin as error:
+        raise JobRefused(str(error)) from error
+    if missing is not None:
         raise JobRefused(f"spec.generation.engine: {missing}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from kuberoll_api.contract import EXIT_FAILED, EXIT_REFUSED
+from kuberoll_api.plugins import MissingPlugin
 from kuberoll_workers.data.lasting import is_lasting
 from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.data.tokenization import TemplateRefused
@@ -21,6 +22,7 @@ from kuberoll_workers.policy.interface import PolicyRefused
 _REFUSALS = (
     ConfigRefused,
     DatasetError,
+    MissingPlugin,
     NotARun,
     RecordError,
     RunRefused,

@@ -27,6 +27,7 @@ from typing import Any, NoReturn, TextIO
 
 import msgspec
 
+from kuberoll_api.plugins import MissingPlugin
 from kuberoll_workers.data.lifetime import end_with_parent, watch_parent
 from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.data.tokenization import TemplateRefused
@@ -120,6 +121,7 @@ async def direct_path(
 
 _REFUSALS = (
     DatasetError,
+    MissingPlugin,
     OSError,
     PolicyUnavailable,
     RecordError,
