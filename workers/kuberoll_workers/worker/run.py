@@ -28,7 +28,8 @@ from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing, run_groups
 from kuberoll_workers.rollouts.seeds import job_seed
 from kuberoll_workers.rollouts.settings import RolloutSettings
-from kuberoll_workers.serving.engines.simulated import Simulated
+from kuberoll_workers.serving.engines.interface import Engine
+from kuberoll_workers.serving.engines.registry import engine_kind
 from kuberoll_workers.telemetry import RolloutMetrics, TrajectoryCounts
 from kuberoll_workers.telemetry.idle import AdmissionState
 from kuberoll_workers.worker.config import Progress, WorkerConfig
@@ -62,7 +63,7 @@ async def open_policy(
         ValueError: The config lacks the address for its kind of discovery, or the API key is not set.
     """
     if config.simulated is not None:
-        engine = Simulated.of(config.simulated)
+        engine = engine_kind(config.simulated.engine).make(config.simulated)
         await engine.start()
         if (weights := config.simulated.weights) is not None:
             await engine.load_weights(weights.uri, weights.version)
@@ -88,7 +89,7 @@ async def open_policy(
 
 def serve_version(policy: Policy) -> Callable[[int], Awaitable[None]] | None:
     """How a worker has its own engine serve what a trainer says is published; None: it has no engine of its own."""
-    if not isinstance(policy, Simulated):
+    if not isinstance(policy, Engine):
         return None
     return lambda version: policy.load_weights(None, str(version))
 

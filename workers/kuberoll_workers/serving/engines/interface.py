@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kuberoll_workers.data.sampling import Distribution
 from kuberoll_workers.policy.interface import EngineInfo, GenerationRequest, GenerationResult
@@ -19,6 +19,7 @@ class WeightsRefused(Exception):
     """Weights cannot be used, and none were loaded: the engine keeps its present ones."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """An inference engine that generates many sequences concurrently."""
 
