@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import decimal
 import hmac
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -23,6 +22,7 @@ from pydantic import (
 )
 
 from kuberoll_api.output_location import InvalidOutput, output_of
+from kuberoll_operator.quantities import number_of
 
 ENVIRONMENT_PREFIX = "KUBEROLL_"
 
@@ -44,14 +44,9 @@ def _output_root(uri: str) -> str:
 
 
 def _bytes(quantity: Any) -> int | None:
-    from kubernetes.utils.quantity import parse_quantity
-
     if quantity is None:
         return None
-    # Libraries change the precision of a thread's decimals for themselves.
-    with decimal.localcontext(decimal.DefaultContext):
-        found = int(parse_quantity(quantity))  # type: ignore[no-untyped-call]
-    if found < 1:
+    if (found := int(number_of(quantity))) < 1:
         raise ValueError("must be at least one byte")
     return found
 

@@ -12,9 +12,13 @@ def contradiction(message: str, *path: str | int) -> PydanticCustomError:
     return PydanticCustomError("contradiction", "{message}", {"message": message, "path": path})
 
 
-def reject_duplicates(names: list[Any], field: str, key: str) -> None:
-    """Raise a contradiction if two items of a list have the same name."""
+def reject_duplicates(names: list[Any], field: str, key: str, *above: str | int) -> None:
+    """Raise a contradiction if two items of a list have the same name; None is no name.
+
+    Args:
+        above: Path from the validated model to what the list is in.
+    """
     for index, name in enumerate(names):
-        if (first := names.index(name)) < index:
+        if name is not None and (first := names.index(name)) < index:
             message = f'found "{name}", the {key} of {field}[{first}] too; no two may have the same'
-            raise contradiction(message, field, index, key)
+            raise contradiction(message, *above, field, index, key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -101,20 +101,12 @@ class PodOptions(Model):
 
 def _reject_twins(given: Mapping[str, Any], keys: Mapping[str, str], *path: str | int) -> None:
     for name, key in keys.items():
-        found = [item.get(key) for item in _items(given, name)]
-        for index, value in enumerate(found):
-            if value is not None and (first := found.index(value)) < index:
-                message = f'found "{value}", the {key} of {name}[{first}] too; no two may have the same'
-                raise contradiction(message, *path, name, index, key)
+        reject_duplicates([item.get(key) for item in _items(given, name)], name, key, *path)
 
 
 def _items(given: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    return [*_mappings(given.get(name))]
-
-
-def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
-    for item in value if isinstance(value, list) else ():
-        yield _mapping(item)
+    value = given.get(name)
+    return [_mapping(item) for item in value] if isinstance(value, list) else []
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

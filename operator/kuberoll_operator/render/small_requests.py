@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kuberoll_operator.quantities import number_of
+
 
 def small_resources(resources: Mapping[str, Any], most: Mapping[str, str]) -> dict[str, Any]:
     """Resource requirements with requests of at most so much, and the same limits.
@@ -24,10 +26,8 @@ def small_resources(resources: Mapping[str, Any], most: Mapping[str, str]) -> di
 
 
 def _least(quantity: Any, most: str) -> Any:
-    from kubernetes.utils.quantity import parse_quantity
-
     try:
-        return min((quantity, most), key=parse_quantity)
+        return min((quantity, most), key=number_of)
     except ValueError:
         # What the API server does not take either: it says so with the field's path.
         return quantity

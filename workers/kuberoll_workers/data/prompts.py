@@ -124,6 +124,11 @@ class Sample:
     def key(self) -> TrajectoryKey:
         return TrajectoryKey(self.prompt.task_index, self.rollout_index)
 
+    @property
+    def episode_id(self) -> str:
+        """Name of its episode, and of its session: each attempt has its own."""
+        return f"{self.prompt.task_index}-{self.rollout_index}-{self.attempt}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGroup:

@@ -78,7 +78,7 @@ class SessionPlayer(AgentPlayer):
     async def _opened(self, policy: AgentPolicy, flight: InFlight) -> AgentSession:
         sample = flight.sample
         settings = session_settings(sample, self.parts.settings, seconds=self._seconds)
-        flight.session = name = _name(sample)
+        flight.session = name = sample.episode_id
         return await self.parts.attempts.make(flight, "generation", lambda _: policy.open_session(name, settings))
 
     async def _trajectory(
@@ -120,7 +120,7 @@ def agent_request(sample: Sample, session: AgentSession) -> dict[str, Any]:
     """What the environment of a sample's agent is given: the row, and the session."""
     prompt = sample.prompt
     return AgentRequest(
-        id=_name(sample),
+        id=sample.episode_id,
         metadata=copy.deepcopy(prompt.metadata or {}),
         tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
         seed=sample.seed,
@@ -129,10 +129,6 @@ def agent_request(sample: Sample, session: AgentSession) -> dict[str, Any]:
         token=session.token,
         model=session.model,
     ).encode()
-
-
-def _name(sample: Sample) -> str:
-    return f"{sample.prompt.task_index}-{sample.rollout_index}-{sample.attempt}"
 
 
 async def _closed(policy: AgentPolicy, session: AgentSession, reason: str = "") -> ClosedSession:

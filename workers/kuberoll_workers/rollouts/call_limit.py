@@ -43,7 +43,8 @@ class CallLimit:
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         self._looks = None
         now = loop.time()
-        for call, due in list(self._due.items()):
+        while self._due:
+            call, due = next(iter(self._due.items()))
             if due > now:
                 self._look_at(due, loop)
                 return
@@ -52,28 +53,23 @@ class CallLimit:
 
 
 class LimitedCall:
-    """The context of one call: like that of `asyncio.timeout`, with the limit of all."""
+    """The context of one call of the present task: like that of `asyncio.timeout`, with the limit of all."""
 
     __slots__ = ("_cancelling", "_limit", "_task", "expired")
 
     def __init__(self, limit: CallLimit) -> None:
-        self._limit = limit
-        self._task: asyncio.Task[object] | None = None
-        self._cancelling = 0
+        task = asyncio.current_task()
+        assert task is not None
+        self._limit, self._task, self._cancelling = limit, task, task.cancelling()
         self.expired = False
 
     def expire(self) -> None:
         """End the call."""
-        if self._task is not None:
-            self.expired = True
-            self._task.cancel()
+        self.expired = True
+        self._task.cancel()
 
-    def __enter__(self) -> LimitedCall:
-        self._task = task = asyncio.current_task()
-        assert task is not None
-        self._cancelling = task.cancelling()
+    def __enter__(self) -> None:
         self._limit.begin(self)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -84,8 +80,6 @@ class LimitedCall:
             TimeoutError: The call has exceeded its limit.
         """
         self._limit.end(self)
-        task, self._task = self._task, None
-        if not self.expired or task is None:
-            return
-        if task.uncancel() <= self._cancelling and kind is not None and issubclass(kind, asyncio.CancelledError):
+        # Whoever else cancels the task is not forgotten.
+        if self.expired and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
             raise TimeoutError from error

@@ -172,7 +172,7 @@ class Episodes:
     def _episode(self, sample: Sample) -> Episode:
         prompt = sample.prompt
         return Episode(
-            id=f"{prompt.task_index}-{sample.rollout_index}-{sample.attempt}",
+            id=sample.episode_id,
             messages=[chat_message(message) for message in prompt.messages],
             metadata=prompt.metadata,
             seed=prompt.seed,

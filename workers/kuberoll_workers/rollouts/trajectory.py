@@ -211,7 +211,7 @@ class Trajectory:
         """The generation request of the next turn; `attempt` counts from 0."""
         sample, base = self.sample, self._sampling
         turn = self.turn + 1
-        session = f"{sample.prompt.task_index}-{sample.rollout_index}-{sample.attempt}"
+        session = sample.episode_id
         return GenerationRequest(
             request_id=f"{session}-{turn}-{attempt}",
             session_id=session,

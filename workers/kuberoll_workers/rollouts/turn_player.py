@@ -84,10 +84,7 @@ class TurnPlayer:
         if flight.is_over:
             return
 
-        async def attempt(_: int) -> None:
-            await self._episodes.begin(flight)
-
-        await self._attempts.make(flight, "environment", attempt)
+        await self._attempts.make(flight, "environment", lambda _: self._episodes.begin(flight))
         if not flight.trajectory.context:
             raise TrajectoryFailed(
                 "the row has no messages, and the environment's reset added none: there is no prompt",
