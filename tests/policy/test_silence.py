@@ -145,11 +145,20 @@ async def test_what_waits_for_a_lost_replica_is_sent_to_another() -> None:
 async def test_nodes_that_are_lost_again_and_again_are_no_fault_of_the_request() -> None:
     async with stopping(6) as made, routed(static(made)) as policy:
         await until(lambda: policy.state().replicas.get("closed") == 6)
-        for replica in made[:-1]:
-            replica.working.clear()
+
+        async def stop(_: web.Request, asked: GenerationRequest) -> None:
+            # Whichever is asked next stops with this request, until one is left.
+            replica = next(each for each in made if each.requests and each.requests[-1] is asked)
+            if sum(each.working.is_set() for each in made) > 1:
+                replica.working.clear()
+            await replica.working.wait()
+
+        for replica in made:
+            replica.behave = stop
         # It is the only one in flight at each of the losses.
-        assert await answer(policy, "0-0-0") == 5
-        assert policy._metrics._outcomes["lost"] >= 1
+        answered = await answer(policy, "0-0-0")
+        assert [each.number for each in made if each.working.is_set()] == [answered]
+        assert policy._metrics._outcomes["lost"] == 5
 
 
 @pytest.mark.usefixtures("quick")
