@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.environments.channel import Answerer, Caller, Inbox, frame
-from kuberoll_workers.environments.wire import InvalidMessage
+from kuberoll_workers.environments.messages import InvalidMessage
 
 ASKED, OTHER = 7, 8
 CALLS = [bytes([number]) * 16 for number in range(1, 4)]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kuberoll_workers.data.tracebacks import Traceback
-from kuberoll_workers.environments.wire import MAX_MESSAGE, InvalidMessage
+from kuberoll_workers.environments.messages import MAX_BYTES, InvalidMessage
 
 HELLO: Final = bytes(16)
 """Id of the frame with which a process introduces itself, before any of the environment's code runs in it."""
@@ -30,10 +30,12 @@ _HEADER: Final = struct.Struct(">II16s")
 _CREDENTIALS: Final = struct.Struct("=3i")
 _CHUNK: Final = 1 << 16
 _LARGE_CHUNK: Final = 1 << 20
+# A message, and the method that it calls or a mark of what it is.
+_LARGEST_BODY: Final = MAX_BYTES + (1 << 10)
 
 
 def frame(call: bytes, body: bytes) -> bytes:
-    """A frame; its body comes from `wire.encode`, which bounds it."""
+    """A frame; its body comes from `messages`, which bounds it."""
     return _HEADER.pack(len(body), zlib.crc32(body), call) + body
 
 
@@ -82,7 +84,7 @@ class Inbox:
         size, checksum, call = _HEADER.unpack_from(self._data)
         if call != self._call:
             raise InvalidMessage("it has sent what is not the answer to its call")
-        if size > MAX_MESSAGE:
+        if size > _LARGEST_BODY:
             raise InvalidMessage(f"it announced a message of {size} bytes")
         self._size = _HEADER.size + size
         if self.missing > 0:

@@ -6,11 +6,13 @@ The process does not try to recover from what the environment does to it: if an 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -18,7 +20,7 @@ import orjson
 from kuberoll_api.model.environments import AGENT_TYPE
 from kuberoll_workers.data.lasting import is_lasting
 from kuberoll_workers.data.plain import NotPlain, message_of, plain
-from kuberoll_workers.environments import sandbox, wire
+from kuberoll_workers.environments import messages, sandbox
 from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, awaited
 from kuberoll_workers.environments.channel import Answerer
 from kuberoll_workers.environments.hooks import Hooks
@@ -38,29 +40,21 @@ def serve(end: socket.socket) -> None:
     """Answer requests until the channel is closed."""
     channel = Answerer(end)
     call, body = channel.receive()
-    start = wire.decode_start(body)
+    start = messages.decode_request(messages.read_call(body)[1], messages.CreateRequest)
     stack = os.open(f"{start.scratch}/{STACK_FILE}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     try:
         environment = _make(start)
         served = ServedEnvironment(environment)
     except BaseException as error:
-        channel.answer(call, wire.encode(wire.fault_message(_creation_failure(error))))
+        channel.answer(call, messages.failed(_creation_failure(error)))
         return
-    channel.answer(call, wire.encode(wire.Ready(served.hooks)))
+    channel.answer(call, messages.answered(messages.encode(messages.CreateAnswer(served.hooks))))
     # Bound to local names, which the environment cannot replace.
-    receive, answer, decode, answer_to = channel.receive, channel.answer, wire.decode_request, served.answer
-    rows: Iterator[bytes] = iter(())
+    receive, answer, read, answer_to = channel.receive, channel.answer, messages.read_call, served.answer
     while True:
         call, body = receive()
-        request = decode(body)
-        if isinstance(request, wire.Generate):
-            rows = _generate(environment, request)
-            answer(call, next(rows))
-        elif isinstance(request, wire.MoreRows):
-            answer(call, next(rows))
-        else:
-            answer(call, answer_to(request))
+        answer(call, answer_to(*read(body)))
 
 
 class ServedEnvironment:
@@ -70,27 +64,51 @@ class ServedEnvironment:
         self.hooks = Hooks.of(environment)
         self._environment = environment
         self._open: set[str] = set()
+        self._rows: Iterator[bytes] = iter(())
 
-    def answer(
-        self, request: wire.Step | wire.Reset | wire.Close | wire.ScoreGroup | wire.Shutdown | wire.PostProcess
-    ) -> bytes:
-        """Call the environment; returns the encoded answer."""
-        method = "shutdown"
+    def answer(self, method: str, request: bytes) -> bytes:
+        """Call a method of the environment; returns the encoded answer."""
         try:
-            if isinstance(request, wire.Shutdown):
-                if self.hooks.shutdown:
-                    awaited(self._environment.shutdown())
-                return wire.encode(wire.Closed())
-            if isinstance(request, wire.PostProcess):
-                method = "global_post_process_and_metrics"
-                metrics = self._environment.global_post_process_and_metrics(orjson.loads(request.columns))[1]
-                return wire.encode(wire.Metrics(orjson.dumps(dict(metrics), default=_plain_metric, option=_METRICS)))
-            batch = wire.batch_of(request)
-            method = batch.method
+            match method:
+                case messages.SHUTDOWN:
+                    if self.hooks.shutdown:
+                        awaited(self._environment.shutdown())
+                    return messages.answered(messages.EMPTY)
+                case messages.GENERATE_DATASET:
+                    self._rows = self._generated(messages.decode_request(request, messages.RowsRequest))
+                    return messages.answered(next(self._rows))
+                case messages.MORE_ROWS:
+                    method = messages.GENERATE_DATASET
+                    return messages.answered(next(self._rows))
+                case messages.POST_PROCESS:
+                    method = "global_post_process_and_metrics"
+                    return messages.answered(self._metrics(request))
+            batch = messages.batch_of(request, method)
             results = self._run(batch) if self.hooks.stateful else _call(self._environment, batch)
-            return wire.encode(wire.answer_of(batch, results))
+            return messages.answered(messages.answer_of(batch, results))
         except BaseException as error:
-            return wire.encode(wire.fault_message(fault_of(error, method)))
+            return messages.failed(fault_of(error, method))
+
+    def _metrics(self, request: bytes) -> bytes:
+        columns = orjson.loads(bytes(messages.decode_request(request, messages.PostProcessRequest).columns))
+        metrics = dict(self._environment.global_post_process_and_metrics(columns)[1])
+        text = orjson.dumps(metrics, default=_plain_metric, option=_METRICS)
+        return messages.encode(messages.PostProcessAnswer(messages.raw(text)))
+
+    def _generated(self, request: messages.RowsRequest) -> Iterator[bytes]:
+        """Answers with some rows each; the last has none."""
+        try:
+            rows = iter(self._environment.generate_dataset(request.count, request.seed))
+            numbers = itertools.count()
+            while made := [
+                messages.raw(orjson.dumps(plain(row, f"generated row {next(numbers)}"))) for row in islice(rows, _ROWS)
+            ]:
+                yield messages.encode(messages.RowsAnswer(made))
+            yield messages.encode(messages.RowsAnswer([]))
+        except NotImplementedError as error:
+            raise StepRaised(message_of(error)) from error
+        except NotPlain as error:
+            raise StepInvalid(str(error)) from error
 
     def _run(self, batch: AnyBatch) -> Sequence[Any]:
         if isinstance(batch, ResetBatch):
@@ -119,13 +137,13 @@ def _call(environment: Any, batch: AnyBatch) -> Sequence[Any]:
     return batch.split(awaited(batch.invoke(environment)))
 
 
-def _make(start: wire.Start) -> Any:
+def _make(start: messages.CreateRequest) -> Any:
     readable = [*start.readable]
     if start.type == "code_execution":
         # It supervises programs, which can read none of it.
         readable.append("/proc")
     files = sandbox.Sandbox(protected=start.protected, readable=readable, writable=start.writable)
-    config = orjson.loads(start.config)
+    config = orjson.loads(bytes(start.config))
     if start.type == AGENT_TYPE and config["agent"]["command"] is not None:
         # None of its code runs in this process, and each of its programs is in a sandbox of its own.
         sandbox.hide_from_others()
@@ -140,23 +158,3 @@ def _creation_failure(error: BaseException) -> EnvironmentFault:
     fault = error if isinstance(error, UnusableEnvironment) else fault_of(error)
     kind = StepInvalid if is_lasting(error) else StepRaised
     return kind(str(fault), fault.traceback)
-
-
-def _generate(environment: Any, request: wire.Generate) -> Iterator[bytes]:
-    try:
-        made = environment.generate_dataset(request.count, request.seed)
-        rows: list[bytes] = []
-        for number, row in enumerate(made):
-            rows.append(orjson.dumps(plain(row, f"generated row {number}")))
-            if len(rows) == _ROWS:
-                yield wire.encode(wire.Rows(rows))
-                rows = []
-        if rows:
-            yield wire.encode(wire.Rows(rows))
-        yield wire.encode(wire.Rows([]))
-    except NotImplementedError as error:
-        yield wire.encode(wire.Fault("raised", message_of(error)))
-    except NotPlain as error:
-        yield wire.encode(wire.Fault("invalid", str(error)))
-    except BaseException as error:
-        yield wire.encode(wire.fault_message(fault_of(error, "generate_dataset")))

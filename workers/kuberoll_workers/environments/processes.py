@@ -20,7 +20,7 @@ import orjson
 
 from kuberoll_api.model.environments import AGENT_TYPE
 from kuberoll_workers.data.tracebacks import parse_stack
-from kuberoll_workers.environments import landlock, mounts, sandbox, wire
+from kuberoll_workers.environments import landlock, messages, mounts, sandbox
 from kuberoll_workers.environments.batches import Batch, CloseBatch
 from kuberoll_workers.environments.channel import Caller, is_waiting
 from kuberoll_workers.environments.child import STACK_FILE, STACK_SIGNAL
@@ -110,7 +110,7 @@ class ProcessExecutor:
         """
         arguments: Any = batch
         try:
-            message = wire.encode(wire.request_of(arguments))
+            message = messages.call_of(batch.method, messages.request_of(arguments))
         except (TypeError, UnicodeEncodeError) as error:
             raise StepRaised(
                 f"{batch.method} could not be sent to the process: its inputs are not plain data: {error}"
@@ -145,7 +145,7 @@ class ProcessExecutor:
         try:
             async with asyncio.timeout(seconds):
                 answer = await process.channel.ask(message)
-            results = wire.decode_results(answer, batch)
+            results = messages.decode_results(messages.read_answer(answer), batch)
             whole = True
             return results
         except EnvironmentFault:
@@ -158,7 +158,7 @@ class ProcessExecutor:
                 # It was stopped, or somebody else has taken the call: the environment's code does not run.
                 raise _ProcessLost(str(fault), fault) from error
             raise fault from error
-        except wire.InvalidMessage as error:
+        except messages.InvalidMessage as error:
             raise _ProcessLost(f"the environment's process violates its protocol: {error}") from error
         except (EOFError, OSError) as error:
             end = await self._end(process)
@@ -219,7 +219,7 @@ class ProcessExecutor:
             raise StepTimedOut(
                 f"environment {self._spec.name!r}: it was not created within {START_SECONDS:g} s"
             ) from error
-        except (EOFError, OSError, wire.InvalidMessage) as error:
+        except (EOFError, OSError, messages.InvalidMessage) as error:
             end = await self._end(process)
             raise StepRaised(
                 f"environment {self._spec.name!r}: its process {end} while the environment was being created"
@@ -302,21 +302,24 @@ class _Process:
             EOFError, OSError: The process is gone.
             InvalidMessage: The process sent an invalid message.
         """
-        return wire.decode_ready(await self.channel.ask(self.first_message(spec, files)))
+        return _hooks_in(await self.channel.ask(self.first_message(spec, files)))
 
     def first_message(self, spec: PlainSpec, files: Sandbox) -> bytes:
         """The message that creates the environment."""
-        return wire.encode(
-            wire.Start(
-                name=spec.name,
-                type=spec.type,
-                entrypoint=spec.entrypoint,
-                config=orjson.dumps(spec.config),
-                scratch=self._scratch,
-                protected=list(files.protected),
-                readable=list(files.readable),
-                writable=list(files.writable),
-            )
+        return messages.call_of(
+            messages.CREATE,
+            messages.encode(
+                messages.CreateRequest(
+                    name=spec.name,
+                    type=spec.type,
+                    entrypoint=spec.entrypoint,
+                    config=messages.raw(orjson.dumps(spec.config)),
+                    scratch=self._scratch,
+                    protected=files.protected,
+                    readable=files.readable,
+                    writable=files.writable,
+                )
+            ),
         )
 
     async def printed_stack(self) -> str:
@@ -387,13 +390,14 @@ class ProcessEnvironment(EnvironmentInterface):
         """
         with self._process() as (process, _):
             try:
-                answer = process.ask_now(wire.encode(wire.Generate(count, seed)))
-                while rows := wire.decode_rows(answer):
+                request = messages.encode(messages.RowsRequest(count, seed))
+                answer = process.ask_now(messages.call_of(messages.GENERATE_DATASET, request))
+                while rows := messages.decode_rows(messages.read_answer(answer)):
                     yield from rows
-                    answer = process.ask_now(wire.encode(wire.MoreRows()))
+                    answer = process.ask_now(messages.call_of(messages.MORE_ROWS))
             except TimeoutError as error:
                 raise StepTimedOut(f"generate_dataset made no row for {START_SECONDS:g} s") from error
-            except (EOFError, OSError, wire.InvalidMessage) as error:
+            except (EOFError, OSError, messages.InvalidMessage) as error:
                 raise StepRaised("generate_dataset: the environment's process ended, or did not answer") from error
 
     def post_process(self, columns: bytes) -> bytes:
@@ -406,10 +410,12 @@ class ProcessEnvironment(EnvironmentInterface):
         method = "global_post_process_and_metrics"
         with self._process() as (process, _):
             try:
-                return wire.decode_metrics(process.ask_now(wire.encode(wire.PostProcess(columns))))
+                request = messages.encode(messages.PostProcessRequest(messages.raw(columns)))
+                answer = process.ask_now(messages.call_of(messages.POST_PROCESS, request))
+                return messages.decode_metrics(messages.read_answer(answer))
             except TimeoutError as error:
                 raise StepTimedOut(f"{method} took longer than {START_SECONDS:g} s") from error
-            except (EOFError, OSError, wire.InvalidMessage) as error:
+            except (EOFError, OSError, messages.InvalidMessage) as error:
                 raise StepRaised(f"{method}: the environment's process ended, or did not answer") from error
 
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
@@ -424,10 +430,10 @@ class ProcessEnvironment(EnvironmentInterface):
         process = _Process(self._sandbox)
         try:
             try:
-                hooks = wire.decode_ready(process.ask_now(process.first_message(self._spec, self._sandbox)))
+                hooks = _hooks_in(process.ask_now(process.first_message(self._spec, self._sandbox)))
             except EnvironmentFault as fault:
                 raise UnusableEnvironment(str(fault), fault.traceback) from fault
-            except (EOFError, OSError, wire.InvalidMessage) as error:
+            except (EOFError, OSError, messages.InvalidMessage) as error:
                 raise UnusableEnvironment(
                     f"environment {self._spec.name!r}: its process ended, or took longer than {START_SECONDS:g} s, "
                     "while the environment was being created"
@@ -437,11 +443,15 @@ class ProcessEnvironment(EnvironmentInterface):
             process.end_now()
 
 
+def _hooks_in(answer: bytes) -> Hooks:
+    return messages.decode_answer(messages.read_answer(answer), messages.CreateAnswer).hooks
+
+
 async def _shut_down(process: _Process) -> None:
     try:
         async with asyncio.timeout(SHUTDOWN_SECONDS):
-            wire.decode_closed(await process.channel.ask(wire.encode(wire.Shutdown())))
-    except (EnvironmentFault, EOFError, OSError, wire.InvalidMessage) as error:
+            messages.read_answer(await process.channel.ask(messages.call_of(messages.SHUTDOWN)))
+    except (EnvironmentFault, EOFError, OSError, messages.InvalidMessage) as error:
         # Of no consequence for the trajectories; a TimeoutError is an OSError.
         late = isinstance(error, TimeoutError)
         _log.warning("%s", timeout_message(SHUTDOWN_SECONDS, "shutdown") if late else f"shutdown: {error}")

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from kuberoll_workers.environments import messages
 from kuberoll_workers.environments.outcome import EnvironmentFault
 from kuberoll_workers.environments.registry import PlainSpec
-from kuberoll_workers.environments.remote import protocol
 from kuberoll_workers.environments.remote.child_server import REFUSED
 from kuberoll_workers.environments.remote.server import (
     IDLE_SECONDS,
@@ -142,7 +142,7 @@ def serve_channel(end: socket.socket) -> None:
         try:
             asyncio.run(serve(serving, ready))
         except EnvironmentFault as fault:
-            end.sendall(REFUSED + protocol.encode(protocol.fault_message(fault)) + b"\n")
+            end.sendall(REFUSED + messages.encode(messages.fault_message(fault)) + b"\n")
     os._exit(0)
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kuberoll_workers.environments import sandbox
-from kuberoll_workers.environments.remote import protocol
+from kuberoll_workers.environments import messages, sandbox
 from kuberoll_workers.environments.remote.addresses import Address
 
 REFUSED = b"refused "
@@ -107,7 +106,7 @@ class ChildServer:
         if not answer.endswith(b"\n") or answer.startswith(REFUSED):
             await asyncio.to_thread(self._end)
         if answer.startswith(REFUSED):
-            raise protocol.decode_fault(answer.removeprefix(REFUSED))
+            raise messages.decode_fault(answer.removeprefix(REFUSED))
 
     async def _line(self) -> bytes:
         """The server's line; less if it ended before."""

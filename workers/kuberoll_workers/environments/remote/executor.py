@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
-from kuberoll_workers.environments import wire
+from kuberoll_workers.environments import messages
 from kuberoll_workers.environments.batches import AnyBatch, Batch, CloseBatch, GroupBatch, ResetBatch, StepBatch
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EpisodeEnd
@@ -341,10 +341,10 @@ class RemoteExecutor:
             if status in (200, protocol.STATUS_FAULT):
                 replica.rest.record_answer(asyncio.get_running_loop().time())
             if status == 200:
-                return protocol.decode_results(data, batch)
+                return messages.decode_results(data, batch)
             if status == protocol.STATUS_FAULT:
-                raise protocol.decode_fault(data)
-        except wire.InvalidMessage as error:
+                raise messages.decode_fault(data)
+        except messages.InvalidMessage as error:
             raise StepRaised(f"the environment's server violates its protocol: {error}") from error
         except ConnectionLost as error:
             self._lose(replica, str(error))
@@ -359,7 +359,7 @@ class RemoteExecutor:
 
     def _body(self, batch: AnyBatch) -> bytes:
         try:
-            return protocol.body_of(batch)
+            return messages.request_of(batch)
         except (TypeError, UnicodeEncodeError) as error:
             raise StepRaised(
                 f"{batch.method} could not be sent to the server: its inputs are not plain data: {error}"
@@ -417,7 +417,7 @@ class RemoteExecutor:
         try:
             async with asyncio.timeout(self._check_seconds):
                 status, _ = await replica.get(protocol.HEALTH)
-        except (ConnectionLost, TimeoutError, wire.InvalidMessage) as error:
+        except (ConnectionLost, TimeoutError, messages.InvalidMessage) as error:
             self._trouble = str(error) or f"{replica.address.url}: no answer for {self._check_seconds:g} s"
             replica.failures += 1
             if replica.up and replica.failures >= _FAILED_CHECKS:
@@ -439,10 +439,10 @@ class RemoteExecutor:
             async with asyncio.timeout(self._patience):
                 status, data = await replica.get(f"{protocol.PREFIX}/info")
             if status == protocol.STATUS_FAULT:
-                raise protocol.decode_fault(data)
+                raise messages.decode_fault(data)
             if status != 200:
                 raise StepRaised(_cause(replica, status, data))
-            info = protocol.decode_answer(data, protocol.Info)
+            info = messages.decode_answer(data, protocol.Info)
             if info.protocol != protocol.VERSION:
                 raise StepRaised(
                     f"{replica.address.url}: it speaks version {info.protocol} of the protocol; "
@@ -451,7 +451,7 @@ class RemoteExecutor:
             if self._hooks is not None and info.hooks != self._hooks:
                 raise StepRaised(f"{replica.address.url}: it serves another environment than the servers before it")
             await self._settle(replica)
-        except (ConnectionLost, TimeoutError, wire.InvalidMessage) as error:
+        except (ConnectionLost, TimeoutError, messages.InvalidMessage) as error:
             self._trouble = str(error) or f"{replica.address.url}: no answer to {protocol.PREFIX}/info"
             return
         except EnvironmentFault as fault:
@@ -476,7 +476,7 @@ class RemoteExecutor:
                 _log.warning("shutdown: %s", _cause(replica, status, data))
         except TimeoutError:
             _log.warning("%s", timeout_message(SHUTDOWN_SECONDS, "shutdown"))
-        except (ConnectionLost, wire.InvalidMessage) as error:
+        except (ConnectionLost, messages.InvalidMessage) as error:
             _log.warning("shutdown: %s", error)
 
 

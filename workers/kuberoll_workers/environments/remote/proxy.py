@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import orjson
 
-from kuberoll_workers.data.plain import NotPlain, parse
-from kuberoll_workers.environments import wire
+from kuberoll_workers.environments import messages
 from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepRaised
 from kuberoll_workers.environments.registry import UnusableEnvironment
@@ -48,7 +47,7 @@ class RemoteEnvironment(EnvironmentInterface):
         self._token = token
         self._patience = patience
         try:
-            self.info = self._answer("GET", "info", b"", protocol.Info)
+            self.info = self._answer("GET", "info", b"", lambda data: messages.decode_answer(data, protocol.Info))
         except EnvironmentFault as fault:
             raise UnusableEnvironment(f"environment {name!r}: {fault}", fault.traceback) from fault
         if self.info.protocol != protocol.VERSION:
@@ -63,12 +62,8 @@ class RemoteEnvironment(EnvironmentInterface):
         Raises:
             EnvironmentFault: The environment has no generator, or it failed.
         """
-        body = protocol.encode(protocol.RowsRequest(count, seed))
-        answer = self._answer("POST", "generate_dataset", body, protocol.RowsAnswer)
-        try:
-            return [parse(bytes(row), "a row") for row in answer.rows]
-        except NotPlain as error:
-            raise StepRaised(f"generate_dataset: {error}") from error
+        body = messages.encode(messages.RowsRequest(count, seed))
+        return self._answer("POST", messages.GENERATE_DATASET, body, messages.decode_rows)
 
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
         raise NotImplementedError("steps run in a RemoteExecutor")
@@ -81,25 +76,21 @@ class RemoteEnvironment(EnvironmentInterface):
         """
         columns: Mapping[str, Any] = {name: batch[name] for name in batch if name not in _NOT_SENT}
         try:
-            body = protocol.encode(protocol.PostProcessRequest(protocol.raw(orjson.dumps(columns, default=list))))
+            body = messages.encode(messages.PostProcessRequest(messages.raw(orjson.dumps(columns, default=list))))
         except TypeError as error:
             raise StepRaised(f"global_post_process_and_metrics: the trajectories could not be sent: {error}") from error
-        answer = self._answer("POST", "post_process", body, protocol.PostProcessAnswer)
-        metrics = orjson.loads(bytes(answer.metrics))
-        if not isinstance(metrics, dict):
-            raise StepRaised("global_post_process_and_metrics: the server's metrics are not an object")
-        return batch, metrics
+        return batch, orjson.loads(self._answer("POST", messages.POST_PROCESS, body, messages.decode_metrics))
 
-    def _answer(self, method: str, path: str, body: bytes, kind: type[_Value]) -> _Value:
+    def _answer(self, method: str, path: str, body: bytes, read: Callable[[bytes], _Value]) -> _Value:
         status, data = _alone(self._ask(method, f"{protocol.PREFIX}/{path}", body))
         try:
             if status == protocol.STATUS_FAULT:
-                raise protocol.decode_fault(data)
+                raise messages.decode_fault(data)
             if status != 200:
                 text = " ".join(data[:500].decode("utf-8", "replace").split())
                 raise StepRaised(f"{path}: {self._urls[0]} answered {status}: {text or 'nothing'}")
-            return protocol.decode_answer(data, kind)
-        except wire.InvalidMessage as error:
+            return read(data)
+        except messages.InvalidMessage as error:
             raise StepRaised(f"{path}: the environment's server violates its protocol: {error}") from error
 
     async def _ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
@@ -119,7 +110,7 @@ class RemoteEnvironment(EnvironmentInterface):
                     if status != protocol.STATUS_BUSY:
                         return status, data
                     trouble = f"{address.url}: busy"
-                except (ConnectionLost, TimeoutError, wire.InvalidMessage) as error:
+                except (ConnectionLost, TimeoutError, messages.InvalidMessage) as error:
                     trouble = str(error) or f"{address.url}: no answer for {CALL_SECONDS:g} s"
                 finally:
                     await replica.close()

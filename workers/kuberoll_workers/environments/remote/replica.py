@@ -10,7 +10,7 @@ from typing import Final
 import aiohttp
 from yarl import URL
 
-from kuberoll_workers.environments import wire
+from kuberoll_workers.environments import messages
 from kuberoll_workers.environments.remote import protocol
 from kuberoll_workers.environments.remote.addresses import Address
 from kuberoll_workers.environments.remote.balance import Rest
@@ -152,18 +152,20 @@ def _check_call(response: aiohttp.ClientResponse, call: str | None) -> None:
     if call is not None and response.status in (200, protocol.STATUS_FAULT) and named != call:
         response.close()
         found = "has no" if named is None else "names another call in"
-        raise wire.InvalidMessage(f"its answer {found} {protocol.CALL_HEADER}, which must repeat that of the request")
+        raise messages.InvalidMessage(
+            f"its answer {found} {protocol.CALL_HEADER}, which must repeat that of the request"
+        )
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
     size = response.content_length
     if size is not None:
-        if size > protocol.MAX_BODY:
-            raise wire.InvalidMessage(f"it announced a message of {size} bytes")
+        if size > messages.MAX_BYTES:
+            raise messages.InvalidMessage(f"it announced a message of {size} bytes")
         return await response.read()
     data = bytearray()
     async for chunk in response.content.iter_chunked(_CHUNK):
         data += chunk
-        if len(data) > protocol.MAX_BODY:
-            raise wire.InvalidMessage(f"its message has more than {protocol.MAX_BODY} bytes")
+        if len(data) > messages.MAX_BYTES:
+            raise messages.InvalidMessage(f"its message has more than {messages.MAX_BYTES} bytes")
     return bytes(data)

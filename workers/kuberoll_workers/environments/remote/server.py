@@ -19,6 +19,7 @@ import orjson
 from aiohttp import web
 
 from kuberoll_api import contract
+from kuberoll_workers.environments import messages
 from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, StepBatch
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EpisodeEnd, Metadata
@@ -139,14 +140,14 @@ class EnvironmentServer:
 
     def application(self) -> web.Application:
         """The web application."""
-        made = web.Application(client_max_size=protocol.MAX_BODY)
+        made = web.Application(client_max_size=messages.MAX_BYTES)
         made.router.add_get(protocol.HEALTH, self._health)
         made.router.add_get(f"{protocol.PREFIX}/info", self._guarded(self._info))
         handlers: dict[str, _Handler] = {name: functools.partial(self._call, name) for name in _METHODS}
         handlers |= {
-            "post_process": self._post_process,
-            "generate_dataset": self._generate_dataset,
-            "shutdown": self._shutdown,
+            messages.POST_PROCESS: self._post_process,
+            messages.GENERATE_DATASET: self._generate_dataset,
+            messages.SHUTDOWN: self._shutdown,
         }
         for name, handler in handlers.items():
             made.router.add_post(f"{protocol.PREFIX}/{name}", self._guarded(handler))
@@ -207,12 +208,12 @@ class EnvironmentServer:
                 return _text(401, "the Authorization header must be: Bearer and the server's token")
             try:
                 return await handler(request)
-            except protocol.RequestRefused as error:
+            except messages.RequestRefused as error:
                 return _text(400, str(error))
             except Busy as error:
                 return _text(protocol.STATUS_BUSY, str(error))
             except EnvironmentFault as fault:
-                return _json(protocol.encode(protocol.fault_message(fault)), protocol.STATUS_FAULT)
+                return _json(messages.encode(messages.fault_message(fault)), protocol.STATUS_FAULT)
 
         return answer
 
@@ -237,11 +238,11 @@ class EnvironmentServer:
             ),
             digest=await asyncio.to_thread(source_digest, self._spec),
         )
-        return _json(protocol.encode(info))
+        return _json(messages.encode(info))
 
     async def _call(self, method: str, request: web.Request) -> web.Response:
         seconds = self._seconds(request)
-        batch = protocol.batch_of(await request.read(), method)
+        batch = messages.batch_of(await request.read(), method)
         hooks = await self.start()
         if self.draining and (isinstance(batch, ResetBatch) or (isinstance(batch, StepBatch) and not hooks.stateful)):
             raise Busy("the server is draining")
@@ -249,7 +250,7 @@ class EnvironmentServer:
         self._note()
         try:
             results = await (self._run_stateful(batch, seconds) if hooks.stateful else self._run(batch, seconds))
-            return _json(protocol.answer_of(batch, results))
+            return _json(messages.answer_of(batch, results))
         finally:
             self._calls -= 1
             self._note()
@@ -358,24 +359,24 @@ class EnvironmentServer:
             self._quiet.set()
 
     async def _post_process(self, request: web.Request) -> web.Response:
-        columns = protocol.decode_request(await request.read(), protocol.PostProcessRequest).columns
+        columns = messages.decode_request(await request.read(), messages.PostProcessRequest).columns
 
         def metrics() -> bytes:
             with self._alone() as environment:
                 return environment.post_process(bytes(columns))
 
         found = await asyncio.to_thread(metrics)
-        return _json(protocol.encode(protocol.PostProcessAnswer(protocol.raw(found))))
+        return _json(messages.encode(messages.PostProcessAnswer(messages.raw(found))))
 
     async def _generate_dataset(self, request: web.Request) -> web.Response:
-        wanted = protocol.decode_request(await request.read(), protocol.RowsRequest)
+        wanted = messages.decode_request(await request.read(), messages.RowsRequest)
 
         def rows() -> list[bytes]:
             with self._alone() as environment:
                 return [orjson.dumps(row) for row in environment.generate_dataset(wanted.count, wanted.seed)]
 
         made = await asyncio.to_thread(rows)
-        return _json(protocol.encode(protocol.RowsAnswer([protocol.raw(row) for row in made])))
+        return _json(messages.encode(messages.RowsAnswer([messages.raw(row) for row in made])))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[ProcessEnvironment]:
@@ -387,7 +388,7 @@ class EnvironmentServer:
     async def _shutdown(self, _: web.Request) -> web.Response:
         await self.close()
         self.shutdown_requested.set()
-        return _json(b"{}")
+        return _json(messages.EMPTY)
 
     def _seconds(self, request: web.Request) -> float:
         text = request.headers.get(protocol.TIMEOUT_HEADER)
@@ -396,9 +397,9 @@ class EnvironmentServer:
         try:
             seconds = float(text)
         except ValueError as error:
-            raise protocol.RequestRefused(f"{protocol.TIMEOUT_HEADER}: {text!r} is not a number of seconds") from error
+            raise messages.RequestRefused(f"{protocol.TIMEOUT_HEADER}: {text!r} is not a number of seconds") from error
         if not 0 < seconds < math.inf:
-            raise protocol.RequestRefused(f"{protocol.TIMEOUT_HEADER}: {text!r} is not a positive number of seconds")
+            raise messages.RequestRefused(f"{protocol.TIMEOUT_HEADER}: {text!r} is not a positive number of seconds")
         return min(seconds, self._timeout)
 
 
