@@ -113,9 +113,9 @@ docs: $(DOCS_STAMP) ## Build the site of docs/ in dist/site; a dead link or a pa
 release-docs: docs ## Commit the site as VERSION and as `latest` to the branch gh-pages: git.
 	PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH"; mike deploy --update-aliases $(VERSION) latest && mike set-default latest
 
-# One process more than there are cores, since some tests wait; those that start the same heavy parts stay in one of them
+# Two processes more than there are cores, since many tests wait; those that start the same heavy parts stay in one of them
 # (tests/conftest.py).
-PARALLEL := --numprocesses $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadgroup --no-loadscope-reorder
+PARALLEL := --numprocesses $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2) --dist loadgroup --no-loadscope-reorder
 QUICK := $(PARALLEL) --quick
 # Where tests start real processes, engines and containers: tests/second_chance.py.
 WHOLE := $(PARALLEL) --second-chance --durations 10

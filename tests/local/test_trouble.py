@@ -76,7 +76,7 @@ def test_a_worker_without_its_run_and_watchdog_ends_and_the_run_goes_on_at_once(
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("how", ["two interrupts", "a kill"])
+@pytest.mark.parametrize("how", [pytest.param("two interrupts", marks=pytest.mark.long), "a kill"])
 def test_what_a_stopped_run_started_is_gone_as_soon_as_its_watchdog_is(how: str, tmp_path: Path) -> None:
     environments = [
         {"name": "puzzle", "type": "sliding_puzzle", "config": {"size": 2, "maxMoves": 6}, "isolation": "Process"}

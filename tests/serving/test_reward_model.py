@@ -22,7 +22,8 @@ from kuberoll_workers.serving.ray_settings import free_ports
 from kuberoll_workers.serving.vllm_server import KEY_VARIABLE, serve_arguments
 from tests.classifier import ENGINE_ARGS, VARIABLES, logits, make_classifier
 
-pytestmark = pytest.mark.engine
+# A run asks one for the same scores in tests/local/test_service_run.py.
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 START_SECONDS = 300.0
 KEY = "a-key-of-a-test"

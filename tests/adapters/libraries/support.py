@@ -13,7 +13,8 @@ from kuberoll_workers.environments import UnusableEnvironment, create
 from kuberoll_workers.environments.registry import PlainSpec
 from tests.local.support import TINY, manifest, run_to_end, trajectories
 
-ISOLATIONS = ("Inline", "Process")
+# In the worker's own process adapters are called as the other tests call them.
+ISOLATIONS = (pytest.param("Inline", marks=pytest.mark.long), "Process")
 
 
 def run(

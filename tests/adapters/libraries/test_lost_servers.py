@@ -21,7 +21,6 @@ from kuberoll_workers.rollouts.settings import RetryPolicy
 from kuberoll_workers.telemetry import RolloutMetrics
 from tests.adapters.libraries import test_nemo_gym, test_openenv
 from tests.adapters.libraries.foreign import Server, packages
-from tests.adapters.libraries.support import ISOLATIONS
 from tests.adapters.libraries.test_lost_processes import turn_of
 from tests.rollouts.fakes import ScriptedPolicy, rollout_of, sample
 
@@ -232,7 +231,7 @@ USUAL = {
     [
         pytest.param(name, isolation, marks=() if (name, isolation) in USUAL else [pytest.mark.long])
         for name in sorted(SUBJECTS)
-        for isolation in ISOLATIONS
+        for isolation in ("Inline", "Process")
     ],
 )
 async def test_a_killed_server_changes_no_trajectory(tmp_path: Path, name: str, isolation: str) -> None:
