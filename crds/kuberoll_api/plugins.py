@@ -16,6 +16,8 @@ COMMANDS = "kuberoll.commands"
 """Subcommands of `kuberoll`: `kuberoll_<extra>.module:command`, or `package.module:command [extra]`."""
 ENGINES = "kuberoll.engines"
 """Engines behind the Serve app (`kuberoll_workers.serving.engines.registry`), by name."""
+ENVIRONMENTS = "kuberoll.environments"
+"""Classes of environments, by the `type` of the manifest."""
 EXPORTS = "kuberoll.exports"
 """Formats of `kuberoll export` (`kuberoll_workers.analysis.export.formats`), by name."""
 PLAYERS = "kuberoll.players"
@@ -45,6 +47,22 @@ def _found(group: str, _path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     return MappingProxyType(dict(sorted({entry.name: entry for entry in found}.items())))
 
 
+def find(group: str, name: str) -> EntryPoint | None:
+    """What is registered under a name, as in `installed`; None if nothing is."""
+    # All processes of environments look one up; the metadata of all distributions take long to read.
+    return _own(tuple(sys.path)).get((group, name)) or installed(group).get(name)
+
+
+@functools.cache
+def _own(_path: tuple[str, ...]) -> Mapping[tuple[str, str], EntryPoint]:
+    """What KubeRoll itself registers, by group and name."""
+    try:
+        entries = importlib.metadata.distribution("kuberoll").entry_points
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {(entry.group, entry.name): entry for entry in entries if entry.module.startswith(_OURS)}
+
+
 def load(group: str, name: str) -> Any:
     """Load what is registered under a name.
 
@@ -52,11 +70,10 @@ def load(group: str, name: str) -> Any:
         MissingPlugin: Nothing is.
         ImportError: It needs what is not installed.
     """
-    registered = installed(group)
-    if name not in registered:
-        known = ", ".join(registered) or "none"
+    if (found := find(group, name)) is None:
+        known = ", ".join(installed(group)) or "none"
         raise MissingPlugin(
             f"no installed package registers {name!r} under {group}; known ones are {known}. In a checkout, install "
             "KubeRoll again when pyproject.toml has changed"
         )
-    return registered[name].load()
+    return found.load()

@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from kuberoll_api.model.environments import BuiltInEnvironment, Environment, LibraryEnvironment
+from kuberoll_api import plugins
+from kuberoll_api.model.environments import AGENT_TYPE, GYM_AGENT_TYPE, Environment
 from kuberoll_workers.environments import (
     BUILT_INS,
     LIBRARIES,
@@ -49,8 +50,8 @@ class BrokenEnvironment(DuckEnvironment):
 
 
 def test_manifests_may_name_the_built_ins_and_no_others() -> None:
-    assert set(get_args(BuiltInEnvironment)) == set(BUILT_INS)
-    assert set(get_args(LibraryEnvironment)) == set(LIBRARIES)
+    registered = plugins.installed(plugins.ENVIRONMENTS)
+    assert set(registered) == {*BUILT_INS, *LIBRARIES, AGENT_TYPE, GYM_AGENT_TYPE}
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_INS))

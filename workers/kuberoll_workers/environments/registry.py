@@ -11,51 +11,21 @@ import io
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, cast, get_args
 
-from kuberoll_api.model.environments import AGENT_TYPE, GYM_AGENT_TYPE, Environment
+from kuberoll_api import plugins
+from kuberoll_api.model.environments import BuiltInEnvironment, Environment, LibraryEnvironment
 from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.hooks import Hooks, InvalidRecovery
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.ray_classes import is_ray_class, plain_class, start_ray, uses_ray
 
-BUILT_INS: Mapping[str, str] = {
-    "blackjack": "kuberoll_workers.environments.builtin.blackjack:BlackjackEnvironment",
-    "calculator": "kuberoll_workers.environments.builtin.calculator:CalculatorEnvironment",
-    "code_execution": "kuberoll_workers.environments.builtin.code.execution:CodeExecutionEnvironment",
-    "code_jaccard": "kuberoll_workers.environments.builtin.code.jaccard:CodeJaccardEnvironment",
-    "grid_world": "kuberoll_workers.environments.builtin.grid_world:GridWorldEnvironment",
-    "judge": "kuberoll_workers.environments.builtin.judge.environment:JudgeEnvironment",
-    "judge_pairs": "kuberoll_workers.environments.builtin.judge.pairs:JudgePairsEnvironment",
-    "math": "kuberoll_workers.environments.builtin.math.answers:MathAnswersEnvironment",
-    "multiple_choice": "kuberoll_workers.environments.builtin.multiple_choice:MultipleChoiceEnvironment",
-    "reward_model": "kuberoll_workers.environments.builtin.reward_model:RewardModelEnvironment",
-    "sliding_puzzle": "kuberoll_workers.environments.builtin.sliding_puzzle:SlidingPuzzleEnvironment",
-    "sqlite": "kuberoll_workers.environments.builtin.sqlite.environment:SqliteEnvironment",
-    "string_match": "kuberoll_workers.environments.builtin.string_match:StringMatchEnvironment",
-}
-"""Built-in environments by `type`; their modules are imported on demand."""
+BUILT_INS: tuple[str, ...] = get_args(BuiltInEnvironment)
+"""Values of `type` for environments of KubeRoll; `kuberoll.environments` has their classes."""
 
-LIBRARIES: Mapping[str, str] = {
-    "gymnasium": "kuberoll_workers.adapters.gymnasium:GymnasiumEnvironment",
-    "mcp": "kuberoll_workers.adapters.mcp:McpEnvironment",
-    "nemo_gym": "kuberoll_workers.adapters.nemo_gym:NemoGymEnvironment",
-    "openenv": "kuberoll_workers.adapters.openenv:OpenEnvEnvironment",
-    "reasoning_gym": "kuberoll_workers.adapters.reasoning_gym:ReasoningGymEnvironment",
-    "skyrl_gym": "kuberoll_workers.adapters.skyrl_gym:SkyRLGymEnvironment",
-    "textarena": "kuberoll_workers.adapters.textarena:TextArenaEnvironment",
-    "verifiers": "kuberoll_workers.adapters.verifiers:VerifiersEnvironment",
-}
-"""Adapters for environments of other libraries by `type`; a library is imported when its environment is created."""
-
-TYPES: Mapping[str, str] = {**BUILT_INS, **LIBRARIES}
-"""Everything that `type` may name."""
-
-_AGENTS = {
-    AGENT_TYPE: "kuberoll_workers.environments.agents.environment:AgentEnvironment",
-    GYM_AGENT_TYPE: "kuberoll_workers.adapters.nemo_gym_agents:NemoGymAgents",
-}
+LIBRARIES: tuple[str, ...] = get_args(LibraryEnvironment)
+"""Values of `type` for adapters of other libraries, which are imported when an environment is created."""
 
 EnvironmentClass = type[EnvironmentInterface]
 """A class of environments, possibly by duck typing."""
@@ -130,16 +100,14 @@ def resolve(*, type: str | None = None, entrypoint: str | None = None) -> Enviro
     """
     if (type is None) == (entrypoint is None):
         raise UnusableEnvironment("set exactly one of type (a built-in) and entrypoint (package.module:Class)")
-    if type in _AGENTS:
-        entrypoint = _AGENTS[type]
-    elif type is not None:
-        if type not in TYPES:
+    if type is not None:
+        entrypoint = entrypoint_of(type)
+        if entrypoint is None:
             raise UnusableEnvironment(
-                f"type: there is no built-in environment {type!r}{_did_you_mean(type, TYPES)}; "
+                f"type: there is no built-in environment {type!r}{_did_you_mean(type, [*BUILT_INS, *LIBRARIES])}; "
                 f"the built-ins are {', '.join(sorted(BUILT_INS))}; the adapters for libraries are "
                 f"{', '.join(sorted(LIBRARIES))}. Your own class goes into entrypoint"
             )
-        entrypoint = TYPES[type]
     assert entrypoint is not None
     found = plain_class(load(entrypoint))
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
@@ -149,6 +117,12 @@ def resolve(*, type: str | None = None, entrypoint: str | None = None) -> Enviro
             f"missing: {', '.join(missing) or 'it is not a class'}"
         )
     return cast("EnvironmentClass", found)
+
+
+def entrypoint_of(type: str) -> str | None:
+    """Entrypoint of the environments of a type; None if no installed package has them."""
+    found = plugins.find(plugins.ENVIRONMENTS, type)
+    return None if found is None else found.value
 
 
 def create(spec: EnvironmentSpec) -> EnvironmentInterface:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kuberoll_api.manifest.modules import imported_modules, module_file
 from kuberoll_api.model.environments import Environment
-from kuberoll_workers.environments.registry import TYPES, EnvironmentSpec
+from kuberoll_workers.environments.registry import EnvironmentSpec, entrypoint_of
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -23,7 +23,7 @@ def source_digest(spec: EnvironmentSpec) -> str | None:
         None if no source code is found.
     """
     own = spec.own_entrypoint if isinstance(spec, Environment) else spec.entrypoint
-    entrypoint = own or TYPES.get(spec.type or "", "")
+    entrypoint = own or (spec.type and entrypoint_of(spec.type)) or ""
     module = entrypoint.partition(":")[0]
     root = _root(module)
     if root is None:
