@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kuberoll_workers.analysis.report.distance import Distance
-from kuberoll_workers.commands.console import distance_text, duration
+from kuberoll_workers.analysis.report.distance import Distance, distance_text
+from kuberoll_workers.data.text import duration
 
 
 @pytest.mark.parametrize(

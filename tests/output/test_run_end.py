@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pytest
+
+from kuberoll_api import plugins
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import AnyRecord, encode_line
 from kuberoll_workers.output.run_directory import AGGREGATES
@@ -55,3 +59,56 @@ def test_without_numbers_there_is_no_report(tmp_path: Path) -> None:
     assert list(end.failed_steps) == ["aggregation", "report"]
     assert "these are trajectories of several runs" in str(end.failed_steps["report"])
     assert (end.aggregates, end.missing, end.problem(), end.files) == (None, 2, None, [])
+
+
+OTHERS = """
+class Counting:
+    after = ("report",)
+
+    def __init__(self, run):
+        self.run, self.records = run, 0
+
+    @staticmethod
+    def is_wanted(job):
+        return job.metadata.name != "unwanted"
+
+    def offer(self, record):
+        self.records += 1
+
+    def make(self, aggregates):
+        page = self.run.files.location + "/report.html"
+        text = f"{self.records} of {aggregates.trajectories}, {len(open(page).read()) > 1000}"
+        return Made(files=[self.run.files.write("count.txt", text.encode())], summary=[f"counted {text}"])
+
+
+class Raising(Counting):
+    def offer(self, record):
+        raise KeyError("of the plug-in")
+"""
+
+
+def test_endings_of_other_packages_are_made_and_cost_no_other_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package"
+    metadata = package / "counts-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: counts\nVersion: 1.0\n")
+    named = "\n".join(
+        ("a_count = counts_of_runs:Counting", "absent = no_such_module:A", "bad = counts_of_runs:Raising")
+    )
+    (metadata / "entry_points.txt").write_text(f"[{plugins.ENDINGS}]\n{named}\n")
+    (package / "counts_of_runs.py").write_text(f"from kuberoll_workers.analysis.endings import Made\n{OTHERS}")
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.delitem(sys.modules, "counts_of_runs", raising=False)
+    run = tmp_path / "run"
+    run.mkdir()
+    end = ended(run, record(0), record(0, 1))
+    assert {name: type(error) for name, error in end.failed_steps.items()} == {
+        "absent": ModuleNotFoundError,
+        "bad": KeyError,
+    }
+    # It is made after the report, which its name would not give.
+    assert (run / "count.txt").read_text() == "2 of 2, True"
+    assert "counted 2 of 2, True" in end.summary
+    assert [Path(file).name for file in end.files][-2:] == ["report.html", "count.txt"]

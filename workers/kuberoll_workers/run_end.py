@@ -1,24 +1,27 @@
-"""The end of a run, on one machine and in a cluster: aggregates, report, and a check for missing trajectories."""
+"""The end of a run, on one machine and in a cluster: aggregates, what else is made of them, and what is missing."""
 
 from __future__ import annotations
 
+import functools
+import graphlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
+from kuberoll_api import plugins
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, aggregate
-from kuberoll_workers.analysis.report.distance import Distance, distance
-from kuberoll_workers.analysis.report.make import PAGE, make_report, report_observer
-from kuberoll_workers.analysis.report.observer import ReportObserver
-from kuberoll_workers.analysis.report.token_texts import TokenTexts, stored_tokenizer
-from kuberoll_workers.analysis.tracking import log_run
+from kuberoll_workers.analysis.endings import EndedRun, Ending, Made
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.records import DROPPED, FAILURES
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.worker.environments import environment_factory
 from kuberoll_workers.worker.settings import planned_trajectories
+
+AGGREGATION = "aggregation"
+"""Name of the first step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,9 +32,9 @@ class RunEnd:
         planned: Number of trajectories that the run should finish; None: it ends when it is stopped.
         wanted: Number of prompt groups to keep; None: all of the dataset.
         aggregates: The aggregates; None if they could not be computed.
-        files: Files of the aggregates and the report.
-        distance: Of the run from its bound; None if no times are known.
-        failed_steps: The error of each step, `aggregation` or `report`, that failed.
+        files: Files of the aggregates and of the endings.
+        summary: Lines of the endings for the user.
+        failed_steps: The error of each step, `AGGREGATION` or an ending, that failed.
         seconds: Wall seconds of each step.
     """
 
@@ -39,7 +42,7 @@ class RunEnd:
     wanted: int | None
     aggregates: Aggregates | None = None
     files: list[str] = field(default_factory=list)
-    distance: Distance | None = None
+    summary: list[str] = field(default_factory=list)
     failed_steps: dict[str, Exception] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -88,59 +91,77 @@ def end_run(
     note: Callable[[str], None],
     tokenizer: str | None = None,
 ) -> RunEnd:
-    """Finish a run whose workers have ended: make its aggregates and report, and log it to trackers.
+    """Finish a run whose workers have ended: compute its aggregates, and make the endings of all installed packages.
 
     It may be repeated with the same result. If one step fails, the others are still done.
 
     Args:
         trajectories: Number of trajectories of the whole dataset; None: it has no end.
-        note: Called with messages of trackers for the user.
-        tokenizer: Directory or hub id of the tokenizer, for the report; None: as the manifest names it.
+        note, tokenizer: As in `EndedRun`.
     """
     wanted = job.spec.rollout.groups.wanted
     end = RunEnd(planned=planned_trajectories(job, trajectories, wanted=wanted), wanted=wanted)
-    report = _ReportObserver(run, None if tokenizer is None else stored_tokenizer(tokenizer))
-    with end._step("aggregation"):
+    endings = _endings(EndedRun(job=job, files=run, note=note, tokenizer=tokenizer))
+
+    def offer(record: EndedRecord) -> None:
+        for ending in endings.values():
+            ending.offer(record)
+
+    with end._step(AGGREGATION):
         for journal in (FAILURES, DROPPED):
             run.storage.compact(journal)
         names = [spec.name for spec in job.spec.environments]
-        end.aggregates = aggregate([run], make=environment_factory(job), environments=names, observe=report.offer)
+        end.aggregates = aggregate([run], make=environment_factory(job), environments=names, observe=offer)
         end.files += end.aggregates.write_beside(run)
-    if end.aggregates is None:
-        # It needs the aggregates.
-        end.failed_steps["report"] = end.failed_steps["aggregation"]
-        return end
-    with end._step("report"):
-        observer = report.complete()
-        end.distance = distance(observer.throughput)
-        page = make_report(end.aggregates, observer, location=run.location).page
-        end.files.append(run.write(PAGE, page))
-    if job.spec.output.tracking is not None:
-        began = time.perf_counter()
-        log_run(job, run, note=note)
-        end.seconds["tracking"] = time.perf_counter() - began
+    for name, ending in endings.items():
+        if end.aggregates is None:
+            end.failed_steps[name] = end.failed_steps[AGGREGATION]
+            continue
+        with end._step(name):
+            made = ending.make(end.aggregates)
+            end.files += made.files
+            end.summary += made.summary
     return end
 
 
-class _ReportObserver:
-    """Collects the report's part while the aggregates are computed; its errors affect only the report."""
+class _Guarded:
+    """An ending whose first exception, also one of its import, waits until it is made."""
 
-    def __init__(self, run: RunFiles, texts: TokenTexts | None) -> None:
+    def __init__(self, load: Callable[[], Ending]) -> None:
         self._error: Exception | None = None
-        self._observer = ReportObserver()
         try:
-            self._observer = report_observer(run, texts=texts)
+            self._ending = load()
         except Exception as error:
             self._error = error
 
     def offer(self, record: EndedRecord) -> None:
         if self._error is None:
             try:
-                self._observer.offer(record)
+                self._ending.offer(record)
             except Exception as error:
                 self._error = error
 
-    def complete(self) -> ReportObserver:
+    def make(self, aggregates: Aggregates) -> Made:
         if self._error is not None:
             raise self._error
-        return self._observer
+        return self._ending.make(aggregates)
+
+
+def _endings(run: EndedRun) -> dict[str, _Guarded]:
+    """The endings of a run by name, each after those that it needs."""
+    makers: dict[str, Callable[[], Ending]] = {}
+    needs: dict[str, set[str]] = {}
+    for name in plugins.installed(plugins.ENDINGS):
+        try:
+            kind: type[Ending] = plugins.load(plugins.ENDINGS, name)
+            if not kind.is_wanted(run.job):
+                continue
+            makers[name], needs[name] = functools.partial(kind, run), set(kind.after)
+        except Exception as error:
+            makers[name], needs[name] = functools.partial(_raise, error), set()
+    order = graphlib.TopologicalSorter({name: after & makers.keys() for name, after in needs.items()}).static_order()
+    return {name: _Guarded(makers[name]) for name in order}
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

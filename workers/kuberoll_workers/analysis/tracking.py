@@ -10,17 +10,19 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import orjson
 
 from kuberoll_api.model.output import MlflowTracking, Tracking, WandbTracking
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
+from kuberoll_workers.analysis.endings import EndedRun, Made
 from kuberoll_workers.analysis.export.nemo_gym import rollout_of_record
 from kuberoll_workers.analysis.export.nemo_gym_metrics import GymMetrics, logged
 from kuberoll_workers.analysis.export.samplings import with_sampling
@@ -28,6 +30,7 @@ from kuberoll_workers.analysis.export.writers import json_line
 from kuberoll_workers.analysis.report.make import PAGE
 from kuberoll_workers.data.plain import is_finite
 from kuberoll_workers.data.sampling import Distribution
+from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, MODEL, RunManifest
 from kuberoll_workers.output.run_files import RunFiles
 
@@ -54,6 +57,29 @@ _Item = TypeVar("_Item")
 
 class TrackingUnavailable(Exception):
     """A tracker of the job cannot be used here; the message names the field and the remedy."""
+
+
+class TrackingEnding:
+    """Logs a run to the job's trackers; see `analysis.endings.Ending`."""
+
+    # It uploads the report.
+    after: ClassVar[Sequence[str]] = ("report",)
+
+    def __init__(self, run: EndedRun) -> None:
+        self._run = run
+
+    @staticmethod
+    def is_wanted(job: RolloutJob) -> bool:
+        """A job that names a tracker has it."""
+        return job.spec.output.tracking is not None
+
+    def offer(self, record: EndedRecord) -> None:
+        """See `analysis.endings.Ending`; the files have all that is logged."""
+
+    def make(self, _: Aggregates) -> Made:
+        """See `analysis.endings.Ending`."""
+        log_run(self._run.job, self._run.files, note=self._run.note)
+        return Made()
 
 
 def check_tracking(job: RolloutJob) -> None:

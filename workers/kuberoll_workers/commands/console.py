@@ -13,13 +13,12 @@ from rich.text import Text
 
 from kuberoll_workers.analysis.report.failures import print_causes, print_metrics_failures
 from kuberoll_workers.commands.environment_table import environment_table
-from kuberoll_workers.data.text import clock, visible
+from kuberoll_workers.data.text import clock, duration, visible
 from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult
 from kuberoll_workers.rollouts.drop_report import DropReport
 
 if TYPE_CHECKING:
     from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
-    from kuberoll_workers.analysis.report.distance import Distance
 
 LOG_SECONDS = 5.0
 START_LOG_SECONDS = 10.0
@@ -166,27 +165,6 @@ def dropped_text(tail: DropReport) -> str:
     return f"dropped: {reasons} ({tail.unfinished} stopped before they ended). On average {means}"
 
 
-def distance_text(distance: Distance) -> str:
-    """How far the run was from its bound, and where that time went."""
-    lost = {
-        "tail": distance.tail_seconds,
-        "environments": distance.environment_seconds,
-        "other causes": distance.other_seconds,
-    }
-    least = min(0.05, distance.seconds / 20)
-    causes = ", ".join(f"{name} {duration(seconds)}" for name, seconds in lost.items() if seconds >= least)
-    return (
-        f"schedule: {duration(distance.seconds)}, {distance.over_bound:.2f} × the bound: at full speed "
-        f"{duration(distance.work_seconds)}, the longest trajectory {duration(distance.longest_seconds)}"
-        f"{f'; lost: {causes}' if causes else ''}"
-    )
-
-
-def duration(seconds: float) -> str:
-    """A short time: milliseconds below a second, else seconds."""
-    return f"{seconds * 1000:.1f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
-
-
 def _print_result(console: Console, result: RunResult) -> None:
     if result.summaries:
         console.print(result_table(result.summaries))
@@ -194,8 +172,8 @@ def _print_result(console: Console, result: RunResult) -> None:
         print_metrics_failures(result.summaries, result.location, console)
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(Text(f"time: {times}"), soft_wrap=True)
-    if result.distance is not None:
-        console.print(Text(distance_text(result.distance)), soft_wrap=True)
+    for line in result.summary:
+        console.print(Text(visible(line)), soft_wrap=True)
     if result.tail.dropped:
         console.print(Text(dropped_text(result.tail)), soft_wrap=True)
     if result.totals is not None and result.totals.progress.turns:

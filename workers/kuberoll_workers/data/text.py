@@ -45,3 +45,8 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def duration(seconds: float) -> str:
+    """A short time: milliseconds below a second, else seconds."""
+    return f"{seconds * 1000:.1f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"

@@ -12,7 +12,6 @@ from kuberoll_workers.worker.config import Progress
 
 if TYPE_CHECKING:
     from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
-    from kuberoll_workers.analysis.report.distance import Distance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,7 @@ class RunResult:
         location: The run's directory or URI.
         causes: Distinct causes of failures, the most frequent first.
         tail: Comparison of kept and dropped trajectories.
-        distance: Of the run from its bound; None if it is unknown.
+        summary: Lines of what was made of the run.
         seconds: Wall seconds of the run's phases, in their order.
         files: Files and directories of the run.
     """
@@ -72,7 +71,7 @@ class RunResult:
     causes: Sequence[FailureCause] = ()
     totals: RunProgress | None = None
     tail: DropReport = field(default_factory=DropReport)
-    distance: Distance | None = None
+    summary: Sequence[str] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
 

@@ -76,7 +76,8 @@ if TYPE_CHECKING:
 EXIT_POSTPROCESSING = 3
 """Exit code: every trajectory is stored, but the aggregates, the report or the list of files could not be made."""
 
-_COMMANDS = {"aggregation": "aggregate", "report": "report"}
+# Commands that make again what could not be made; other endings have none.
+_COMMANDS = {"aggregation": "kuberoll aggregate", "report": "kuberoll report"}
 
 WORKER_PATIENCE_SECONDS = 5.0
 # A shorter shutdown is not worth a line.
@@ -498,9 +499,10 @@ class _LocalRun:
         if end.aggregates is not None:
             result.summaries, result.tail = end.aggregates.summaries, end.aggregates.tail
             result.causes = end.aggregates.contents.causes.by_count()
-            result.distance = end.distance
+            result.summary = end.summary
         failed_steps = [
-            f"{step}: {describe_error(error)}; run `kuberoll {_COMMANDS[step]} {self._options.output}` to make it again"
+            f"{step}: {describe_error(error)}"
+            + (f"; run `{_COMMANDS[step]} {self._options.output}` to make it again" if step in _COMMANDS else "")
             for step, error in end.failed_steps.items()
         ]
         try:

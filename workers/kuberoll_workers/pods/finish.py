@@ -33,7 +33,7 @@ from kuberoll_workers.output.run_directory import MANIFEST, RunRefused
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.pods.exit_codes import exit_status
 from kuberoll_workers.pods.files import add_modules, encode_message, job_of, read_config, write_termination_message
-from kuberoll_workers.run_end import RunEnd, end_run
+from kuberoll_workers.run_end import AGGREGATION, RunEnd, end_run
 
 _log = logging.getLogger(__name__)
 
@@ -93,11 +93,11 @@ def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
     end = end_run(job, run, trajectories=manifest.inputs["trajectories"], note=_log.info)
     for file in end.files:
         _log.info("wrote %s", file)
-    if end.aggregates is None or "aggregation" in end.failed_steps:
-        raise end.failed_steps["aggregation"]
-    if error := end.failed_steps.get("report"):
-        # Trajectories and aggregates are stored; `kuberoll report` can make the page at any time.
-        _log.warning("the report was not written", exc_info=error)
+    if end.aggregates is None or AGGREGATION in end.failed_steps:
+        raise end.failed_steps[AGGREGATION]
+    for step, error in end.failed_steps.items():
+        # Trajectories and aggregates are stored: what else is made of them can be made at any time.
+        _log.warning("the %s was not made", step, exc_info=error)
     for name, summary in end.aggregates.summaries.items():
         if isinstance(missing := summary.metrics, MetricsFailure):
             text = missing.error if missing.traceback is None else f"{missing.error}\n{missing.traceback.text.rstrip()}"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kuberoll_workers.analysis.report.throughput import Stretch, Throughput
+from kuberoll_workers.data.text import duration
 
 _FULL_SPEED_SHARE = 0.1
 
@@ -75,6 +76,22 @@ def distance(throughput: Throughput) -> Distance | None:
         tail_seconds=math.fsum((lost * in_tail).tolist()),
         environment_seconds=math.fsum((before * waiting).tolist()),
         other_seconds=math.fsum((before * (1 - waiting)).tolist()),
+    )
+
+
+def distance_text(distance: Distance) -> str:
+    """How far the run was from its bound, and where that time went."""
+    lost = {
+        "tail": distance.tail_seconds,
+        "environments": distance.environment_seconds,
+        "other causes": distance.other_seconds,
+    }
+    least = min(0.05, distance.seconds / 20)
+    causes = ", ".join(f"{name} {duration(seconds)}" for name, seconds in lost.items() if seconds >= least)
+    return (
+        f"schedule: {duration(distance.seconds)}, {distance.over_bound:.2f} × the bound: at full speed "
+        f"{duration(distance.work_seconds)}, the longest trajectory {duration(distance.longest_seconds)}"
+        f"{f'; lost: {causes}' if causes else ''}"
     )
 
 
