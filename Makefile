@@ -33,7 +33,7 @@ BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install install-dev demo bench train crd images release-images chart release-chart wheel docs release-docs check test test-units test-ray test-processes test-cluster cluster-faults test-long lint format clean
+.PHONY: help install install-dev demo bench train crd images release-images chart release-chart wheel docs release-docs check test test-units test-ray test-processes test-cluster cluster-faults test-long batteries lint format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -146,12 +146,16 @@ cluster-faults: install-dev ## Break the nodes, engines and workers of a real cl
 test-long: install-dev ## The tests that take a minute or more, too: half an hour and more.
 	KUBEROLL_KILLS=100 $(BIN)/pytest $(PARALLEL) --long --engine-image
 
+batteries: install-dev ## Delete each battery in a copy, and run the quick tests of what is left: more than an hour.
+	$(BIN)/python scripts/batteries.py
+
 lint: install-dev ## Check style, types, the import rules and the workflows of GitHub.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/sizes.py
+	$(BIN)/python scripts/batteries.py --imports
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml

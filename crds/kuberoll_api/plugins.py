@@ -25,6 +25,9 @@ EXPORTS = "kuberoll.exports"
 PLAYERS = "kuberoll.players"
 """Ways of playing the trajectories of an environment (`kuberoll_workers.rollouts.player`), by name."""
 
+POLICIES = "kuberoll.policies"
+"""Clients of policies that KubeRoll does not serve (`kuberoll_workers.policy.external`): `External`."""
+
 _OURS = ("kuberoll.", "kuberoll_")
 
 

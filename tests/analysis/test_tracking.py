@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis import tracking
-from kuberoll_workers.analysis.tracking import TrackingUnavailable, check_tracking, log_run, run_id, scalars
+from kuberoll_workers.analysis.endings import EndingRefused
+from kuberoll_workers.analysis.tracking import check_tracking, log_run, run_id, scalars
 from kuberoll_workers.output.parquet import write_parquet
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, RunManifest
 from kuberoll_workers.output.run_files import RunFiles
@@ -201,7 +202,7 @@ def test_wandb_without_anybody_logged_in(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    with pytest.raises(TrackingUnavailable, match="wandb login"):
+    with pytest.raises(EndingRefused, match="wandb login"):
         check_tracking(job(tmp_path, wandb={"project": "rollouts"}))
 
 
@@ -242,7 +243,7 @@ def test_a_tracker_that_never_answers_is_given_up() -> None:
 
 
 def test_a_missing_package_is_found_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TrackingUnavailable) as raised:
+    with pytest.raises(EndingRefused) as raised:
         tracking._require_module("no_such_tracker", "no-such-tracker", "spec.output.tracking.wandb")
     assert str(raised.value) == (
         "spec.output.tracking.wandb: no_such_tracker is not installed: pip install no-such-tracker; or remove the field"
@@ -255,7 +256,7 @@ def test_a_missing_package_is_found_before_the_run(tmp_path: Path) -> None:
 def test_a_directory_that_mlflow_refuses_is_found_before_the_run(tmp_path: Path) -> None:
     pytest.importorskip("mlflow", minversion="3.7")
     settings = {"trackingUri": str(tmp_path / "mlruns"), "experiment": "rollouts"}
-    with pytest.raises(TrackingUnavailable, match=r"trackingUri: .*maintenance mode"):
+    with pytest.raises(EndingRefused, match=r"trackingUri: .*maintenance mode"):
         check_tracking(job(tmp_path, mlflow=settings))
 
 

@@ -12,10 +12,10 @@ from pydantic import Field, JsonValue
 
 from kuberoll_workers.adapters.episodes import EpisodicEnvironment, Start, seed_of, seeded_rows
 from kuberoll_workers.adapters.functions import function_of
-from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.turn import Turn, first_tagged, quoted
 from kuberoll_workers.environments.interface import Episode, Recovery, UnusableRow
+from kuberoll_workers.environments.libraries import Library
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
 VALUE, RENDER = "value", "render"

@@ -14,7 +14,6 @@ from pydantic import Field, JsonValue, model_validator
 
 from kuberoll_workers.adapters.connected import ConnectedEnvironment
 from kuberoll_workers.adapters.http import CONNECT_SECONDS, ServerError, Unreachable, patiently
-from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.hooks import Hooks
@@ -26,6 +25,7 @@ from kuberoll_workers.environments.interface import (
     Metadata,
     Recovery,
 )
+from kuberoll_workers.environments.libraries import Library
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment, create
 
 _EPISODE = "mcp_episode"

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue
 
-from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.adapters.lossless import decode, encode
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.turn import Reply, Turn, TurnEnvironment, mean
@@ -15,6 +14,7 @@ from kuberoll_workers.environments.interface import (
     Metadata,
     UnusableRow,
 )
+from kuberoll_workers.environments.libraries import Library
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
 COMPOSITE = "composite"

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from pydantic import Field, JsonValue
 
 from kuberoll_workers.adapters.episodes import EpisodicEnvironment, Start
-from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.turn import Reply, Turn
 from kuberoll_workers.environments.interface import Episode, Recovery, UnusableRow
+from kuberoll_workers.environments.libraries import Library
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
 # A dependency of SkyRL Gym.

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from pydantic import Field, JsonValue
 
 from kuberoll_workers.adapters.episodes import EpisodicEnvironment, Start, seed_of, seeded_rows
-from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.adapters.random_states import RandomStream
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.turn import Turn
 from kuberoll_workers.environments.interface import Episode, Recovery
+from kuberoll_workers.environments.libraries import Library
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
 _PLAYER = 0

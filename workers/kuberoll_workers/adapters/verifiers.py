@@ -17,7 +17,6 @@ from pydantic import Field, JsonValue
 from kuberoll_workers.adapters.background import BackgroundLoop
 from kuberoll_workers.adapters.episodes import reward_metrics
 from kuberoll_workers.adapters.functions import function_of
-from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.adapters.verifiers_groups import kept_state, lost_entries, restored_entries, state_class
 from kuberoll_workers.data.messages import ANSWER_FIELDS
 from kuberoll_workers.data.thoughts import answer_of
@@ -34,6 +33,7 @@ from kuberoll_workers.environments.interface import (
     Metadata,
     Recovery,
 )
+from kuberoll_workers.environments.libraries import Library
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.tools import unreadable_answer
 

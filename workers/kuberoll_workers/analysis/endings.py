@@ -41,6 +41,10 @@ class Made:
     summary: Sequence[str] = ()
 
 
+class EndingRefused(Exception):
+    """What a job wants at its end cannot be made here; the message names the field and the remedy."""
+
+
 class Ending(Protocol):
     """Something that is made of a run at its end: a class of the entry points `kuberoll.endings`.
 
@@ -57,6 +61,15 @@ class Ending(Protocol):
     @staticmethod
     def is_wanted(job: RolloutJob) -> bool:
         """Say whether a job's run has it."""
+        ...
+
+    @staticmethod
+    def check(job: RolloutJob) -> None:
+        """Check, before anything is started, that it can be made of a job's run.
+
+        Raises:
+            EndingRefused: It cannot.
+        """
         ...
 
     def offer(self, record: EndedRecord) -> None:

@@ -22,7 +22,7 @@ import orjson
 from kuberoll_api.model.output import MlflowTracking, Tracking, WandbTracking
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
-from kuberoll_workers.analysis.endings import EndedRun, Made
+from kuberoll_workers.analysis.endings import EndedRun, EndingRefused, Made
 from kuberoll_workers.analysis.export.nemo_gym import rollout_of_record
 from kuberoll_workers.analysis.export.nemo_gym_metrics import GymMetrics, logged
 from kuberoll_workers.analysis.export.samplings import with_sampling
@@ -55,10 +55,6 @@ _METRICS_AT_ONCE = 1000
 _Item = TypeVar("_Item")
 
 
-class TrackingUnavailable(Exception):
-    """A tracker of the job cannot be used here; the message names the field and the remedy."""
-
-
 class TrackingEnding:
     """Logs a run to the job's trackers; see `analysis.endings.Ending`."""
 
@@ -73,6 +69,11 @@ class TrackingEnding:
         """A job that names a tracker has it."""
         return job.spec.output.tracking is not None
 
+    @staticmethod
+    def check(job: RolloutJob) -> None:
+        """See `analysis.endings.Ending`."""
+        check_tracking(job)
+
     def offer(self, record: EndedRecord) -> None:
         """See `analysis.endings.Ending`; the files have all that is logged."""
 
@@ -86,7 +87,7 @@ def check_tracking(job: RolloutJob) -> None:
     """Check, before anything is started, that the job's trackers can be used; sends nothing.
 
     Raises:
-        TrackingUnavailable: A package or the login is missing.
+        EndingRefused: A package or the login is missing.
     """
     tracking = job.spec.output.tracking
     if tracking is None:
@@ -101,7 +102,7 @@ def check_tracking(job: RolloutJob) -> None:
 
 def _require_module(module: str, package: str, field: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise TrackingUnavailable(f"{field}: {module} is not installed: pip install {package}; or remove the field")
+        raise EndingRefused(f"{field}: {module} is not installed: pip install {package}; or remove the field")
 
 
 def _check_login() -> None:
@@ -110,7 +111,7 @@ def _check_login() -> None:
     import wandb
 
     if not wandb.login(prompt=False):
-        raise TrackingUnavailable(
+        raise EndingRefused(
             "spec.output.tracking.wandb: not logged in: run `wandb login`, set WANDB_API_KEY, or set "
             "WANDB_MODE=offline and upload the run later with `wandb sync`"
         )
@@ -134,7 +135,7 @@ def _check_store(uri: str) -> None:
         try:
             MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
         except MlflowException as error:
-            raise TrackingUnavailable(f"{field}: {uri}: {error.message}") from error
+            raise EndingRefused(f"{field}: {uri}: {error.message}") from error
 
 
 def log_run(job: RolloutJob, files: RunFiles, *, note: Callable[[str], None]) -> None:

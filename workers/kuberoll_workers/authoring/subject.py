@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.tracebacks import traceback_of
 from kuberoll_workers.dataset.reading import read_rows
@@ -20,6 +19,7 @@ from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_
 from kuberoll_workers.environments.executor import Executor
 from kuberoll_workers.environments.interface import EnvironmentInterface, ScoringCase
 from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.libraries import Library
 from kuberoll_workers.environments.outcome import EnvironmentFault
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import (

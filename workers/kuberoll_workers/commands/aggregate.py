@@ -106,7 +106,7 @@ def show(found: Aggregates, files: list[str], location: str, console: Console) -
     """Print the table of environments, failures, remarks, and the locations of the files."""
     from rich.text import Text
 
-    from kuberoll_workers.analysis.report.failures import print_causes, print_metrics_failures
+    from kuberoll_workers.analysis.failures import print_causes, print_metrics_failures
 
     def line(text: str, style: str = "") -> None:
         console.print(Text(visible(text), style=style), soft_wrap=True)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from kuberoll_workers.analysis.report.failures import print_causes, print_metrics_failures
+from kuberoll_workers.analysis.failures import print_causes, print_metrics_failures
 from kuberoll_workers.commands.environment_table import environment_table
 from kuberoll_workers.data.text import clock, duration, visible
 from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult

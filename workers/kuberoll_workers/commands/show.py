@@ -149,7 +149,7 @@ def _print_failures(
     selected: Iterator[tuple[EndedRecord, TrajectoryRow]], limit: int, run: str, console: Console
 ) -> bool:
     """Print the table of failures, and each distinct cause of all of them."""
-    from kuberoll_workers.analysis.report.failures import print_failures
+    from kuberoll_workers.analysis.failures import print_failures
     from kuberoll_workers.analysis.report.turns import trajectory_table
     from kuberoll_workers.data.failure_causes import FailureCauses
     from kuberoll_workers.data.record import FailureRecord

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from kuberoll_api import plugins
 from kuberoll_api.model import traits
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.traits import Traits
@@ -167,11 +168,11 @@ def _check_packages(job: RolloutJob) -> None:
 def _check_tracking(job: RolloutJob) -> None:
     if job.spec.output.tracking is None:
         return
-    from kuberoll_workers.analysis.tracking import TrackingUnavailable, check_tracking
+    from kuberoll_workers.analysis.endings import EndingRefused
 
     try:
-        check_tracking(job)
-    except TrackingUnavailable as error:
+        plugins.load(plugins.ENDINGS, "tracking").check(job)
+    except (EndingRefused, MissingPlugin) as error:
         raise JobRefused(str(error)) from error
 
 

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Literal
+from typing import Literal, Protocol
 
+from kuberoll_api import plugins
 from kuberoll_api.model.generation import External
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.policy.client import ServeClient
-from kuberoll_workers.policy.external import ExternalClient
+from kuberoll_workers.policy.interface import EngineInfo
 from kuberoll_workers.policy.routing.discovery import Discovery, DnsDiscovery, EndpointDiscovery, StaticDiscovery
 from kuberoll_workers.policy.routing.replica import ReplicaClient
 from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.telemetry import RoutingMetrics
+
+
+class ExternalPolicy(ReplicaClient, Protocol):
+    """The client of an endpoint that KubeRoll does not start."""
+
+    async def wait_ready(
+        self, seconds: float, *, interval: float = 0.25, trouble: Callable[[str], None] | None = None
+    ) -> EngineInfo:
+        """Wait until the endpoint can generate.
+
+        Args:
+            trouble: Called with the reason while it cannot.
+
+        Raises:
+            PolicyUnavailable: It was not ready in time; the message has the last reason.
+            PolicyRefused: Waiting would not help: see `info`.
+        """
+        ...
 
 
 def external_client(
@@ -27,8 +46,8 @@ def external_client(
     tokenizer: HuggingFaceTokenizer | None = None,
     window: int | None = None,
     environment: Mapping[str, str] = os.environ,
-) -> ExternalClient:
-    """Create the client of an externally managed endpoint.
+) -> AbstractAsyncContextManager[ExternalPolicy]:
+    """Create the client of an externally managed endpoint, an `ExternalClient`.
 
     Args:
         token: Used if the job names no variable with an API key.
@@ -37,6 +56,7 @@ def external_client(
 
     Raises:
         ValueError: The variable of the API key is not set.
+        MissingPlugin: No installed package has the client.
     """
     variable = external.api_key_variable
     key = token if variable is None else environment.get(variable)
@@ -45,7 +65,7 @@ def external_client(
             f"spec.generation.external.apiKeyVariable: {variable} is not set in this worker's environment: set it with "
             "spec.workers.env"
         )
-    return ExternalClient(
+    made: AbstractAsyncContextManager[ExternalPolicy] = plugins.load(plugins.POLICIES, "External")(
         url,
         api=external.api,
         model=external.model,
@@ -54,6 +74,7 @@ def external_client(
         tokenizer=tokenizer,
         window=window,
     )
+    return made
 
 
 @asynccontextmanager

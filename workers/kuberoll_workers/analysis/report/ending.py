@@ -29,6 +29,10 @@ class ReportEnding:
         """All runs have one."""
         return True
 
+    @staticmethod
+    def check(_: RolloutJob) -> None:
+        """Nothing can be missing."""
+
     def offer(self, record: EndedRecord) -> None:
         """See `analysis.endings.Ending`."""
         self._observer.offer(record)

@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from kuberoll_workers.analysis.failures import json_line
 from kuberoll_workers.analysis.paths import shared_messages
-from kuberoll_workers.analysis.report.failures import json_line
 from kuberoll_workers.analysis.report.row import TrajectoryRow
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import Branch, DroppedRecord, FailureRecord, TrajectoryRecord

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from kuberoll_workers.analysis.report.failures import headline, print_causes, print_failures
+from kuberoll_workers.analysis.failures import headline, print_causes, print_failures
 from kuberoll_workers.data.failure_causes import FailureCauses
 from tests.analysis.report.runs import failure
 

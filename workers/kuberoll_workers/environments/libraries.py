@@ -1,4 +1,4 @@
-"""Libraries that adapters need, each in an extra of its own."""
+"""Libraries that environments need, each in an extra of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kuberoll_workers.environments.registry import UnusableEnvironment
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library whose environments an adapter plays.
+    """A library that environments of a type need.
 
     Attributes:
         package: Name of its package, as it is imported.
