@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -74,6 +74,17 @@ class _Root(click.Group):
             hint = f"; did you mean {near[0]}?" if near else ""
             context.fail(f"there is no command {name}{hint}")
         return super().resolve_command(context, args)
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except click.NoSuchOption as error:
+            from kuberoll_api.removed_options import sentence
+
+            command = "" if error.ctx is None else error.ctx.command_path.removeprefix(f"{context.command_path} ")
+            if (said := sentence(command, error.option_name)) is not None:
+                raise click.UsageError(said, error.ctx) from error
+            raise
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

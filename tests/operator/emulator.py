@@ -20,7 +20,10 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from kuberoll_operator.console.connection import Connection
 from kuberoll_operator.discovery import OPTIONAL
+from kuberoll_operator.kube.access import load_access
+from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.resources import (
     CHILDREN,
     EVENTS,
@@ -186,6 +189,12 @@ class Emulator:
         finally:
             self.end_watches(gone=False)
             await runner.cleanup()
+
+    @asynccontextmanager
+    async def connected(self, directory: Path) -> AsyncIterator[Connection]:
+        """Serves; gives a command's connection."""
+        async with self.running(directory) as file, Client(access := await load_access(file)) as client:
+            yield Connection(access, client)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         text = await request.text()

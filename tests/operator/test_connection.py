@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from kuberoll_operator.console.connection import ClusterOptions, find_job, job_name, open_connection, run
+from kuberoll_operator.console.connection import ClusterOptions, find_job, job_name, run
 from kuberoll_operator.console.errors import ConsoleError, describe_error
 from kuberoll_operator.kube.access import AccessError, default_namespace
 from kuberoll_operator.kube.errors import error_of
@@ -45,22 +45,22 @@ def kubeconfig(directory: Path) -> Path:
 
 
 def test_the_namespace_is_the_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = kubeconfig(tmp_path)
-    assert default_namespace(file) == "default"
-    assert default_namespace(file, "team") == "team"
-    assert ClusterOptions("named", "team", file).resolved_namespace() == "named"
-    monkeypatch.setenv("KUBECONFIG", str(file))
-    assert ClusterOptions(None, "team", None).resolved_namespace() == "team"
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path)))
+    assert default_namespace() == "default"
+    assert default_namespace("team") == "team"
+    assert ClusterOptions("named", "team").resolved_namespace() == "named"
+    assert ClusterOptions(None, "team").resolved_namespace() == "team"
     with pytest.raises(AccessError, match="no context 'none'"):
-        default_namespace(file, "none")
+        default_namespace("none")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
     with pytest.raises(AccessError, match="set one with -n"):
-        default_namespace(tmp_path / "missing")
+        default_namespace()
 
 
 async def test_a_job_that_is_not_there_is_named(tmp_path: Path) -> None:
     emulator = Emulator()
     emulator.put(manifest())
-    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+    async with emulator.connected(tmp_path) as connection:
         assert (await find_job(connection.client, NAMESPACE, "puzzle"))["kind"] == "RolloutJob"
         with pytest.raises(ConsoleError, match=f"no RolloutJob none in namespace {NAMESPACE}") as missing:
             await find_job(connection.client, NAMESPACE, "none")
@@ -72,7 +72,7 @@ async def test_rights_are_asked_for(allowed: bool, tmp_path: Path) -> None:
     emulator = Emulator()
     body = {"kind": "SelfSubjectAccessReview", "status": {"allowed": allowed}}
     emulator.faults.append(Fault(lambda request: "selfsubjectaccessreviews" in request.path, 201, body, times=None))
-    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+    async with emulator.connected(tmp_path) as connection:
         assert await connection.client.is_allowed("create", PODS, NAMESPACE, "exec") is allowed
     (asked,) = emulator.requests
     attributes = asked.body["spec"]["resourceAttributes"]
@@ -83,7 +83,7 @@ async def test_rights_are_asked_for(allowed: bool, tmp_path: Path) -> None:
 async def test_an_api_server_that_does_not_say_lets_one_try(tmp_path: Path) -> None:
     emulator = Emulator()
     emulator.faults.append(Fault(lambda request: "selfsubjectaccessreviews" in request.path, 404, times=None))
-    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+    async with emulator.connected(tmp_path) as connection:
         assert await connection.client.is_allowed("create", PODS, NAMESPACE)
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from kuberoll_operator import names
 from kuberoll_operator.console import pod_logs
-from kuberoll_operator.console.connection import ClusterOptions, open_connection
 from kuberoll_operator.console.log_lines import LogLine, event_line, format_line, nanoseconds, seconds_of, stamped_line
 from kuberoll_operator.console.pod_logs import COMPONENTS, JobLogs, LogFilter, merge_lines
 from kuberoll_operator.kube.errors import Forbidden
@@ -175,10 +174,7 @@ def emulator() -> Emulator:
 async def logs(
     emulator: Emulator, directory: Path, wanted: LogFilter, notes: list[str] | None = None
 ) -> AsyncIterator[JobLogs]:
-    async with (
-        emulator.running(directory) as file,
-        open_connection(ClusterOptions(NAMESPACE, None, file)) as connection,
-    ):
+    async with emulator.connected(directory) as connection:
         yield JobLogs(connection, NAMESPACE, "puzzle", wanted, note=(notes if notes is not None else []).append)
 
 

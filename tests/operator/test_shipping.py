@@ -155,8 +155,11 @@ def test_what_was_printed_is_applied_as_it_is(tmp_path: Path) -> None:
         ({"workers": {"replica": 1}}, "spec.workers.replica"),
     ],
 )
-def test_what_no_cluster_can_run_is_refused_without_one(spec: Any, words: str, tmp_path: Path) -> None:
-    code, output, error = run(write(tmp_path, manifest(**spec)), "--kubeconfig", tmp_path / "none")
+def test_what_no_cluster_can_run_is_refused_without_one(
+    spec: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    code, output, error = run(write(tmp_path, manifest(**spec)))
     assert (code, output) == (2, "")
     assert words in error
 

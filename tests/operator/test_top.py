@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from rich.console import Console
 
 from kuberoll_operator import names
 from kuberoll_operator.commands.top import page
-from kuberoll_operator.console.connection import ClusterOptions, open_connection
 from kuberoll_operator.console.job_sampler import JobSampler
 from kuberoll_operator.console.rates import ACTIVE, TOKENS, TURNS, JobRow, JobSample, PodCounts, counts_of, row_of
 from kuberoll_operator.model import Object
@@ -102,7 +102,7 @@ async def test_workers_are_asked_through_the_api_server(tmp_path: Path) -> None:
     emulator.put(worker("silent", 1))
     emulator.put(worker("starts", 2, ready=False))
     emulator.pages[PAGE] = metrics(10, 100, 4)
-    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+    async with emulator.connected(tmp_path) as connection:
         jobs = JobSampler(connection, None)
         (first,) = await jobs.sample()
         emulator.pages[PAGE] = metrics(20, 300, 6)
@@ -119,7 +119,7 @@ async def test_jobs_whose_workers_the_api_server_does_not_reach_are_named(tmp_pa
     emulator = Emulator()
     emulator.put(job(0, turns=10, generatedTokens=100))
     emulator.put(worker("behind", 0))
-    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+    async with emulator.connected(tmp_path) as connection:
         for namespace, told in ((NAMESPACE, "puzzle"), (None, f"{NAMESPACE}/puzzle")):
             emulator.put(job(0, turns=10, generatedTokens=100))
             jobs = JobSampler(connection, namespace)
@@ -132,7 +132,7 @@ async def test_jobs_whose_workers_the_api_server_does_not_reach_are_named(tmp_pa
             assert jobs.notes[0] == "1 of 1 workers do not answer through the API server"
             assert jobs.notes[1].startswith(f"rates of {told} come from the status")
     emulator.put(job(20, "Finishing"))
-    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+    async with emulator.connected(tmp_path) as connection:
         await (done := JobSampler(connection, None)).sample()
         assert (done.by_status, done.notes) == ([], [])
 
@@ -154,7 +154,7 @@ async def test_without_the_right_the_status_is_shown_and_the_right_is_named(what
             times=None,
         )
     )
-    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+    async with emulator.connected(tmp_path) as connection:
         jobs = JobSampler(connection, NAMESPACE)
         await jobs.sample()
         emulator.put(job(10, turns=60))
@@ -230,7 +230,8 @@ async def test_once_prints_the_table(tmp_path: Path) -> None:
     async with emulator.running(tmp_path) as file:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from kuberoll_api.cli import main; main()"),
-            *("top", "--kubeconfig", str(file), "-n", NAMESPACE, "--once"),
+            *("top", "-n", NAMESPACE, "--once"),
+            env={**os.environ, "KUBECONFIG": str(file)},
             stdout=asyncio.subprocess.PIPE,
         )
         out, _ = await process.communicate()

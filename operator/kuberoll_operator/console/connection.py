@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -30,7 +29,6 @@ class ClusterOptions:
 
     namespace: str | None = None
     context: str | None = None
-    kubeconfig: Path | None = None
 
     def resolved_namespace(self) -> str:
         """The given namespace, or the kubeconfig's.
@@ -38,7 +36,7 @@ class ClusterOptions:
         Raises:
             AccessError: There is no default namespace.
         """
-        return self.namespace or default_namespace(self.kubeconfig, self.context)
+        return self.namespace or default_namespace(self.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +49,12 @@ class Connection:
 
 @asynccontextmanager
 async def open_connection(cluster: ClusterOptions) -> AsyncIterator[Connection]:
-    """Connect to the cluster.
+    """Connect to the cluster of KUBECONFIG, of the pod's service account or of ~/.kube/config.
 
     Raises:
         AccessError: No cluster is configured.
     """
-    access = await load_access(cluster.kubeconfig, cluster.context)
+    access = await load_access(context=cluster.context)
     async with Client(access) as client:
         yield Connection(access, client)
 
@@ -131,10 +129,9 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.option("--namespace", "-n", help="Namespace of the job.  [default: the kubeconfig's]")
     @click.option("--context", help="Context of the kubeconfig.  [default: its current one]")
-    @click.option("--kubeconfig", type=click.Path(path_type=Path), help="Kubeconfig file to use instead of KUBECONFIG.")
     @functools.wraps(command)
-    def wrapped(*, namespace: str | None, context: str | None, kubeconfig: Path | None, **options: Any) -> Any:
-        return command(cluster=ClusterOptions(namespace, context, kubeconfig), **options)
+    def wrapped(*, namespace: str | None, context: str | None, **options: Any) -> Any:
+        return command(cluster=ClusterOptions(namespace, context), **options)
 
     return wrapped
 

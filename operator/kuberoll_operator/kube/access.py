@@ -104,8 +104,8 @@ async def load_access(kubeconfig: Path | None = None, context: str | None = None
     return Access(load, await load())
 
 
-def default_namespace(kubeconfig: Path | None = None, context: str | None = None) -> str:
-    """Namespace to use if none is named, as kubectl chooses it.
+def default_namespace(context: str | None = None) -> str:
+    """Namespace to use if none is named, as kubectl chooses it: the pod's, or that of a kubeconfig's context.
 
     Args:
         context: Context of the kubeconfig; None for its current one.
@@ -113,7 +113,7 @@ def default_namespace(kubeconfig: Path | None = None, context: str | None = None
     Raises:
         AccessError: The kubeconfig cannot be read, or has no such context.
     """
-    file = _file(kubeconfig)
+    file = _file()
     try:
         if _in_cluster(file):
             return _SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
@@ -127,7 +127,7 @@ def default_namespace(kubeconfig: Path | None = None, context: str | None = None
     return str(current["context"].get("namespace") or "default")
 
 
-def _file(kubeconfig: Path | None) -> str | None:
+def _file(kubeconfig: Path | None = None) -> str | None:
     return str(kubeconfig) if kubeconfig is not None else os.environ.get("KUBECONFIG") or None
 
 
