@@ -9,8 +9,12 @@ _KUBECONFIG: Final = "set the variable KUBECONFIG to the file, as for kubectl"
 
 REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("apply", "--kubeconfig"): _KUBECONFIG,
+    ("get", "--image"): "set the variable KUBEROLL_WORKER_IMAGE to it",
     ("get", "--kubeconfig"): _KUBECONFIG,
+    ("get", "--start-timeout"): "the reader pod has 300 seconds to start; Ctrl-C removes it earlier",
     ("logs", "--kubeconfig"): _KUBECONFIG,
+    ("render", "--all"): "leave it out; all RolloutJobs of the file are rendered",
+    ("top", "--interval"): "leave it out; the table is refreshed every 2 seconds",
     ("top", "--kubeconfig"): _KUBECONFIG,
 }
 """What to write instead, by the command without `kuberoll` and the option."""

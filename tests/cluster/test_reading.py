@@ -16,7 +16,13 @@ import pytest_asyncio
 from ruamel.yaml import YAML
 
 from kuberoll_operator import names
+from kuberoll_operator.commands.get import rendered_template
+from kuberoll_operator.console.connection import Connection, find_job
+from kuberoll_operator.console.errors import ConsoleError
 from kuberoll_operator.console.reader_pod import COMPONENT
+from kuberoll_operator.console.reader_session import ReaderSession
+from kuberoll_operator.kube.access import load_access
+from kuberoll_operator.kube.client import Client
 from tests.cluster.api import Api, Object
 from tests.cluster.control_plane import ApiServer, kubeconfig
 from tests.cluster.jobs import read_output, rollout_job
@@ -42,13 +48,13 @@ class Person:
     """Somebody with a kubeconfig, who runs the command."""
 
     def __init__(self, file: Path, directory: Path) -> None:
-        self._file, self.directory = file, directory
+        self.file, self.directory = file, directory
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from kuberoll_api.cli import main; main()", *arguments),
             cwd=self.directory,
-            env={**os.environ, "KUBECONFIG": str(self._file)},
+            env={**os.environ, "KUBECONFIG": str(self.file)},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -216,7 +222,17 @@ async def test_a_missing_right_is_named_before_anything_is_done(
 
 async def test_a_pod_that_cannot_start_says_why_and_is_removed(cluster: Cluster, reader: Person) -> None:
     await cluster.create(rollout_job(cluster.namespace, workers={"image": "missing/worker:1"}))
-    code, _, said = await reader.run("get", "rlj/puzzles", "--start-timeout", "5")
-    assert code == 1
-    assert "the reader pod did not start within 5 s: ImagePullError" in said
-    assert "missing/worker:1" in said
+    access = await load_access(reader.file)
+    async with Client(access) as client:
+        live = await find_job(client, cluster.namespace, "puzzles")
+        session = ReaderSession(
+            Connection(access, client),
+            live,
+            fallback_template=lambda: rendered_template(live),
+            note=lambda _: None,
+            start_seconds=5,
+        )
+        with pytest.raises(ConsoleError, match=r"did not start within 5 s: ImagePullError.*missing/worker:1") as failed:
+            async with session, session.connect():
+                pass
+    assert failed.value.code == 1

@@ -71,7 +71,7 @@ def test_output_is_copied_from_where_the_job_wrote_it(monkeypatch: pytest.Monkey
     live = manifest(output={"uri": None})
     live["metadata"]["uid"] = UID
     live["status"] = {"output": {"uri": "pvc://store/rollouts/puzzle"}}
-    volumes = rendered_template(live, "example.org/worker:1")["spec"]["volumes"]
+    volumes = rendered_template(live)["spec"]["volumes"]
     assert {"name": "output", "persistentVolumeClaim": {"claimName": "store"}} in volumes
 
 

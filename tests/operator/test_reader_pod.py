@@ -147,18 +147,19 @@ def test_it_goes_where_the_workers_are() -> None:
     assert selector["matchExpressions"][0]["values"] == ["finish", "workers"]
 
 
-def test_a_job_without_its_jobs_is_rendered() -> None:
-    pod = reader_pod(live(**CLAIM), rendered_template(live(**CLAIM), "example.org/worker:9"), "x")
+def test_a_job_without_its_jobs_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBEROLL_WORKER_IMAGE", "example.org/worker:9")
+    pod = reader_pod(live(**CLAIM), rendered_template(live(**CLAIM)), "x")
     (main,) = pod["spec"]["containers"]
     assert main["image"] == "example.org/worker:9"
     assert "output" in {item["name"] for item in main["volumeMounts"]}
     named = live(workers={"image": "example.org/mine:2"})
-    assert rendered_template(named, None)["spec"]["containers"][0]["image"] == "example.org/mine:2"
+    assert rendered_template(named)["spec"]["containers"][0]["image"] == "example.org/mine:2"
 
 
 def test_a_job_that_has_no_pods_and_never_will_says_why() -> None:
     with pytest.raises(ConsoleError, match=r"cannot have any: spec\.output\.uri: found .runs/x."):
-        rendered_template(live(output={"uri": "runs/x"}), None)
+        rendered_template(live(output={"uri": "runs/x"}))
 
 
 def test_its_name_is_its_own_and_a_name() -> None:

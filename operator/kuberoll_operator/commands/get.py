@@ -18,7 +18,6 @@ from kuberoll_operator.console.connection import (
     job_name,
     open_connection,
     run,
-    seconds_option,
 )
 from kuberoll_operator.console.errors import ConsoleError
 
@@ -34,8 +33,6 @@ class Options:
     stream: bool
     include: tuple[str, ...]
     force: bool
-    image: str | None
-    start_timeout: float
 
 
 @click.command()
@@ -47,15 +44,14 @@ class Options:
     "--include", metavar="PATTERN", multiple=True, help="Only files whose names match, e.g. 'shard-*'; repeatable."
 )
 @click.option("--force", is_flag=True, help="Overwrite local files with different content.")
-@click.option("--image", help="Image of the reader pod, for a job without Jobs to copy it from.")
-@seconds_option("--start-timeout", default=300.0, at_least=1, help="Time limit for the start of the reader pod.")
 def get(job: str, cluster: ClusterOptions, **given: Any) -> None:
     """Copy the output of a RolloutJob: shards, failures, aggregates, report, manifest.
 
     A short-lived pod in the job's namespace reads the claim or the object store, with the workers' image, credentials
-    and volumes, and the output mounted read-only; it is always removed at the end. While the job runs the copy is a
-    snapshot of whole lines. Run the same command again to resume an interrupted copy and to fetch what is new. Local
-    files with different content are never overwritten without --force.
+    and volumes, and the output mounted read-only; it is always removed at the end. If the job names no image and has no
+    Jobs to take it from, the variable KUBEROLL_WORKER_IMAGE names it. While the job runs the copy is a snapshot of
+    whole lines. Run the same command again to resume an interrupted copy and to fetch what is new. Local files with
+    different content are never overwritten without --force.
 
     The exit code is 2 if nothing was copied: no such job, a missing permission, different files in the way.
     """
@@ -84,8 +80,7 @@ async def _get(name: str, cluster: ClusterOptions, options: Options) -> int:
         session = ReaderSession(
             connection,
             job,
-            fallback_template=lambda: rendered_template(job, options.image),
-            start_seconds=options.start_timeout,
+            fallback_template=lambda: rendered_template(job),
             note=note,
         )
         async with session:
@@ -114,11 +109,8 @@ async def _get(name: str, cluster: ClusterOptions, options: Options) -> int:
     return 0
 
 
-def rendered_template(job: Object, image: str | None) -> Object:
-    """The template of a job whose own Jobs are gone, as the operator would render it.
-
-    Args:
-        image: Default for a job that names none; None for this version's own.
+def rendered_template(job: Object) -> Object:
+    """The template of a job whose own Jobs are gone, as an operator with this environment's settings would render it.
 
     Raises:
         ConsoleError: The operator would create no pods for this job.
@@ -131,7 +123,7 @@ def rendered_template(job: Object, image: str | None) -> Object:
     from kuberoll_operator.settings import InvalidSettings, Settings
 
     try:
-        settings = Settings.from_environment(os.environ, **({"worker_image": image} if image else {}))
+        settings = Settings.from_environment(os.environ)
     except InvalidSettings as error:
         raise ConsoleError(str(error)) from error
     given, _ = without_removed({key: value for key, value in job.items() if key != "status"})

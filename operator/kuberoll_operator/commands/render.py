@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from kuberoll_api import contract
-from kuberoll_api.manifest.loading import ManifestError, load_job, load_jobs
+from kuberoll_api.manifest.loading import ManifestError, load_jobs
 
 if TYPE_CHECKING:
     from kuberoll_api.model.rolloutjob import RolloutJob
@@ -31,13 +31,10 @@ TOKEN: Final = "made by the operator from its key and the RolloutJob's uid"
 @click.argument("manifest", type=click.Path(path_type=Path))
 @click.option("--namespace", "-n", help="Namespace of the job.  [default: the manifest's, else default]")
 @click.option("--set", "overrides", metavar="PATH=VALUE", multiple=True, help="Change a field; repeatable.")
-@click.option(
-    "--all", "every", is_flag=True, help="Render all RolloutJobs of the file; by default it must have exactly one."
-)
-def render(manifest: Path, namespace: str | None, overrides: tuple[str, ...], every: bool) -> None:
-    """Print the Kubernetes objects that the operator creates for MANIFEST.
+def render(manifest: Path, namespace: str | None, overrides: tuple[str, ...]) -> None:
+    """Print the Kubernetes objects that the operator creates for the RolloutJobs of MANIFEST.
 
-    They are sorted by their time of creation, which a comment describes. Settings of the operator that
+    Those of a job are sorted by their time of creation, which a comment describes. Settings of the operator that
     they depend on are read from the variables of its Deployment: KUBEROLL_GENERATION_IMAGE, KUBEROLL_WORKER_IMAGE,
     KUBEROLL_DEFAULT_OUTPUT and others. The exit code is 2 if a cluster would reject the job.
     """
@@ -45,7 +42,7 @@ def render(manifest: Path, namespace: str | None, overrides: tuple[str, ...], ev
 
     try:
         settings = Settings.from_environment(os.environ)
-        jobs = load_jobs(manifest, overrides) if every else [load_job(manifest, overrides)]
+        jobs = load_jobs(manifest, overrides)
     except (ManifestError, InvalidSettings) as error:
         click.echo(str(error), err=True)
         sys.exit(2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kuberoll_operator.console.connection import ClusterOptions, cluster_options, open_connection, run, seconds_option
+from kuberoll_operator.console.connection import ClusterOptions, cluster_options, open_connection, run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from kuberoll_operator.console.rates import JobRow
 
 _PIPE_WIDTH = 240
+_UPDATE_SECONDS = 2.0
 
 
 @click.command()
 @cluster_options
 @click.option("--all-namespaces", "-A", "everywhere", is_flag=True, help="Jobs of all namespaces.")
 @click.option("--once", is_flag=True, help="Print the table once and exit; the default without a terminal.")
-@seconds_option("--interval", default=2.0, at_least=0.5, help="Time between two updates.")
-def top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: float) -> None:
+def top(cluster: ClusterOptions, everywhere: bool, once: bool) -> None:
     """Show the RolloutJobs of a namespace and their throughput.
 
     Turns, tokens and trajectories in flight are read from the workers through the API server. If that is not possible,
     rates come from the status, which is updated less often; a note says for which jobs. Progress, reward, failures and
     the remaining time always come from the status, and so do the reasons for which jobs wait, below the table.
     """
-    run(_top(cluster, everywhere, once or not sys.stdout.isatty(), interval))
+    run(_top(cluster, everywhere, once or not sys.stdout.isatty()))
 
 
-async def _top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: float) -> int:
+async def _top(cluster: ClusterOptions, everywhere: bool, once: bool) -> int:
     from rich.console import Console
     from rich.live import Live
 
@@ -52,17 +52,17 @@ async def _top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: 
         if once:
             if any(row.phase == "Running" for row in rows):
                 # Rates need two samples.
-                await asyncio.sleep(interval)
+                await asyncio.sleep(_UPDATE_SECONDS)
                 rows = await jobs.sample()
                 deadline = asyncio.get_running_loop().time() + STATUS_SECONDS
                 while _lacks_rates(rows, jobs.by_status) and asyncio.get_running_loop().time() < deadline:
-                    await asyncio.sleep(interval)
+                    await asyncio.sleep(_UPDATE_SECONDS)
                     rows = await jobs.sample()
             console.print(page(rows, jobs.notes, namespace))
             return 0
         with Live(page(rows, jobs.notes, namespace), console=console, auto_refresh=False, screen=True) as live:
             while True:
-                await asyncio.sleep(interval)
+                await asyncio.sleep(_UPDATE_SECONDS)
                 try:
                     rows, notes = await jobs.sample(), jobs.notes
                 except (TooMany, Unavailable) as error:

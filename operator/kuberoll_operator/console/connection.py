@@ -134,15 +134,3 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(cluster=ClusterOptions(namespace, context), **options)
 
     return wrapped
-
-
-def seconds_option(name: str, *, default: float, at_least: float, help: str) -> Callable[[Callable[..., Any]], Any]:
-    """An option for a number of seconds."""
-    return click.option(
-        name,
-        type=click.FloatRange(min=at_least),
-        default=default,
-        show_default=True,
-        metavar="SECONDS",
-        help=help,
-    )

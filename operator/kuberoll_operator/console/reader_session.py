@@ -21,6 +21,7 @@ from kuberoll_operator.model import Object
 
 POLL_SECONDS: Final = 0.5
 REMOVAL_SECONDS: Final = 15.0
+START_SECONDS: Final = 300.0
 
 RIGHTS: Final = (
     ("create", PODS, None),
@@ -40,8 +41,8 @@ class ReaderSession:
     Args:
         job: The RolloutJob, live.
         fallback_template: Returns the template for a job without Jobs to copy it from.
-        start_seconds: Time limit for the start of the pod.
         note: Prints a line for the user.
+        start_seconds: Time limit for the start of the pod.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class ReaderSession:
         job: Object,
         *,
         fallback_template: Callable[[], Object],
-        start_seconds: float,
         note: Callable[[str], None],
+        start_seconds: float = START_SECONDS,
     ) -> None:
         self._connection, self._job, self._fallback_template = connection, job, fallback_template
         self._start_seconds, self._note = start_seconds, note
