@@ -9,6 +9,12 @@ _KUBECONFIG: Final = "set the variable KUBECONFIG to the file, as for kubectl"
 
 REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("apply", "--kubeconfig"): _KUBECONFIG,
+    ("env new", "--directory"): "write the name as DIR/NAME",
+    ("env play", "--max-turns"): "write --set spec.rollout.maxTurns=N with a manifest; otherwise there are 100 turns",
+    ("env serve", "--drain-seconds"): "leave it out; open episodes have 25 seconds to end after SIGTERM",
+    ("env serve", "--idle-seconds"): "leave it out; an episode that nobody has used for an hour is closed",
+    ("env serve", "--name"): "leave it out; messages name the type or the class",
+    ("env serve", "--spare-processes"): "leave it out; there is one",
     ("get", "--image"): "set the variable KUBEROLL_WORKER_IMAGE to it",
     ("get", "--kubeconfig"): _KUBECONFIG,
     ("get", "--start-timeout"): "the reader pod has 300 seconds to start; Ctrl-C removes it earlier",

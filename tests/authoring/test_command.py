@@ -111,7 +111,7 @@ class TestNew:
         assert "config.json: already there" in kuberoll("env", "new", "maze", at=tmp_path / "other", code=2)
 
     def test_a_second_one_shares_the_tokenizer(self, written: Path) -> None:
-        text = kuberoll("env", "new", "second_one", "--directory", ".", at=written)
+        text = kuberoll("env", "new", "./second_one", at=written)
         try:
             assert "simulated-model" not in text
             assert "ok (RolloutJob second-one)" in kuberoll("validate", "second_one.yaml", at=written)
@@ -120,7 +120,7 @@ class TestNew:
                 (written / name).unlink()
 
     def test_a_model_is_named_in_the_job(self, tmp_path: Path) -> None:
-        kuberoll("env", "new", "maze", "--model", "Qwen/Qwen2.5-0.5B-Instruct", "--directory", "deep/er", at=tmp_path)
+        kuberoll("env", "new", "deep/er/maze", "--model", "Qwen/Qwen2.5-0.5B-Instruct", at=tmp_path)
         assert 'source: "Qwen/Qwen2.5-0.5B-Instruct"' in (tmp_path / "deep" / "er" / "maze.yaml").read_text()
         assert not (tmp_path / "deep" / "er" / "simulated-model").exists()
 

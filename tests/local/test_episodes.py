@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import signal
 import subprocess
@@ -161,7 +160,8 @@ def test_a_server_that_outlives_its_worker_closes_what_the_worker_has_left(tmp_p
     """The resumed run takes up the episodes by their names; those that had ended expire."""
     server = ServerProcess(
         "tests.environments.episodic:RestartedRooms",
-        *("--config", json.dumps({"directory": str(tmp_path)}), "--writable", str(tmp_path), "--idle-seconds", "8"),
+        *("--directory", str(tmp_path), "--idle-seconds", "8"),
+        program=(sys.executable, "-m", "tests.environments.remote.expiring"),
     )
     rooms: dict[str, Any] = {"name": "rooms", "isolation": "Remote", "remote": {"url": server.url}}
     output = tmp_path / "out"

@@ -17,15 +17,18 @@ import aiohttp
 from kuberoll_workers.serving.ray_settings import free_ports
 
 KUBEROLL = [sys.executable, "-c", "from kuberoll_api.cli import main; main()"]
+SERVE = (*KUBEROLL, "env", "serve")
 
 
 class ServerProcess:
-    """`kuberoll env serve` at one port, which may be killed and started again."""
+    """`kuberoll env serve`, or another program, at one port; it may be killed and started again."""
 
-    def __init__(self, target: str, *options: str, variables: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, target: str, *options: str, program: Sequence[str] = SERVE, variables: dict[str, str] | None = None
+    ) -> None:
         (self.port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [*KUBEROLL, "env", "serve", target, "--port", str(self.port), *options]
+        self._command = [*program, target, "--port", str(self.port), *options]
         self._variables = {**os.environ, **(variables or {})}
         self.process: subprocess.Popen[str] = self._started()
 

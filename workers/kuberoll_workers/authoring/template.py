@@ -211,7 +211,7 @@ def write_new(files: Mapping[str, str], directory: Path) -> list[str]:
     kept = {path for path in there if path.startswith(f"{MODEL}/") and _same(directory / path, files[path])}
     if there - kept:
         listed = ", ".join(str(directory / path) for path in sorted(there - kept))
-        raise FilesExist(f"{listed}: already there; nothing was written. Use another name, or another --directory")
+        raise FilesExist(f"{listed}: already there; nothing was written. Use another name, or DIR/NAME")
     written = []
     for path, text in files.items():
         if path in kept:

@@ -18,6 +18,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _TOKEN_VARIABLE = "KUBEROLL_ENVIRONMENT_TOKEN"
 # Of a server, for calls that would wait for one that hangs.
 _SPARE_PROCESSES = 1
+# Of an episode that is played without a job.
+_MOST_TURNS = 100
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -89,28 +91,27 @@ def _list_one(name: str, summary: Summary) -> None:
 
 
 @env.command()
-@click.argument("name")
-@click.option(
-    "--directory", type=click.Path(path_type=Path, file_okay=False), default=Path(), help="Where to.  [default: here]"
-)
+@click.argument("path", metavar="[DIR/]NAME", type=click.Path(path_type=Path))
 @click.option("--model", metavar="DIR|HUB-ID", help="Model of the job.  [default: a tokenizer of bytes, beside it]")
-def new(name: str, directory: Path, model: str | None) -> None:
+def new(path: Path, model: str | None) -> None:
     """Write a small environment that runs, a job for it, and its test.
 
-    Nothing is overwritten: the exit code is 2 if one of the files is there.
+    They are written into DIR, or the working directory. Nothing is overwritten: the exit code is 2 if one of the files
+    is there.
     """
     from kuberoll_workers.authoring.template import MODEL, FilesExist, NameRefused, Names, files_of, write_new
 
+    directory = path.parent
     try:
-        names = Names.of(name)
+        names = Names.of(path.name)
         written = write_new(files_of(names, model), directory)
     except (FilesExist, NameRefused, OSError) as error:
         click.echo(str(error), err=True)
         sys.exit(2)
-    for path in written:
-        if not path.startswith(f"{MODEL}/"):
-            click.echo(f"wrote {directory / path}")
-    if any(path.startswith(f"{MODEL}/") for path in written):
+    for file in written:
+        if not file.startswith(f"{MODEL}/"):
+            click.echo(f"wrote {directory / file}")
+    if any(file.startswith(f"{MODEL}/") for file in written):
         click.echo(f"wrote {directory / MODEL}, a tokenizer for the Simulated engine")
     job = directory / f"{names.module}.yaml"
     click.echo(f"\nNext:\n  kuberoll env play {job}\n  kuberoll env test {job}\n  kuberoll run {job}")
@@ -156,12 +157,12 @@ def test_(rows: int, skip: tuple[str, ...], timeout: float | None, **target: Any
 @_target
 @click.option("--row", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the dataset row.")
 @click.option("--tokenizer", metavar="DIR|HUB-ID", help="Show prompts as this model's chat template writes them.")
-@click.option("--max-turns", type=click.IntRange(min=1), help="Limit of turns.  [default: the job's, or 100]")
-def play(row: int, tokenizer: str | None, max_turns: int | None, **target: Any) -> None:
+def play(row: int, tokenizer: str | None, **target: Any) -> None:
     """Play an environment in the terminal, in the place of the policy.
 
     TARGET is a built-in type, a class module:Class, or a manifest job.yaml. A response ends with one of its stop
-    strings, an empty line or Ctrl-D. Commands: :state shows the metadata, :restart, :help, :quit.
+    strings, an empty line or Ctrl-D. An episode has as many turns as the job allows, or 100. Commands: :state shows the
+    metadata, :restart, :help, :quit.
 
     \b
     Examples:
@@ -187,7 +188,7 @@ def play(row: int, tokenizer: str | None, max_turns: int | None, **target: Any) 
                 harness.instance(),
                 rows[row],
                 seed=subject.seed,
-                max_turns=max_turns or (100 if job is None else job.spec.rollout.max_turns),
+                max_turns=_MOST_TURNS if job is None else job.spec.rollout.max_turns,
                 rendering=rendering,
                 write=lambda text: click.echo(clean(text)),
             )
@@ -204,7 +205,6 @@ def play(row: int, tokenizer: str | None, max_turns: int | None, **target: Any) 
 @env.command("serve")
 @click.argument("target")
 @click.option("--config", metavar="FILE|JSON", help="Argument of the constructor.  [default: {}]")
-@click.option("--name", help="Name of the environment, for messages.  [default: the type or the class]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8700, show_default=True, help="0: any that is free.")
 @click.option(
@@ -216,27 +216,12 @@ def play(row: int, tokenizer: str | None, max_turns: int | None, **target: Any) 
 @click.option(
     "--timeout", type=click.FloatRange(min=0.1), default=300.0, show_default=True, help="Most seconds of one call."
 )
-@click.option(
-    "--idle-seconds",
-    type=click.FloatRange(min=1),
-    default=3600.0,
-    show_default=True,
-    help="Close an episode that nobody has used for so long.",
-)
-@click.option(
-    "--drain-seconds",
-    type=click.FloatRange(min=0),
-    default=25.0,
-    show_default=True,
-    help="Seconds for open episodes to end after SIGTERM.",
-)
 @click.option("--variable", multiple=True, metavar="NAME", help="Let the environment see this variable; repeatable.")
 @click.option("--readable", multiple=True, metavar="PATH", help="Let the environment read this; repeatable.")
 @click.option("--writable", multiple=True, metavar="PATH", help="Let the environment change this; repeatable.")
 def serve_(
     target: str,
     config: str | None,
-    name: str | None,
     token_file: Path | None,
     variable: tuple[str, ...],
     readable: tuple[str, ...],
@@ -246,7 +231,8 @@ def serve_(
     """Serve an environment over HTTP, for jobs with isolation Remote.
 
     TARGET is a built-in type or a class module:Class. The environment runs in child processes, as with isolation
-    Process. SIGTERM lets open episodes end. The exit code is 2 if the environment or the address cannot be used.
+    Process. SIGTERM gives open episodes 25 seconds to end; one that nobody has used for an hour is closed. The exit
+    code is 2 if the environment or the address cannot be used.
 
     \b
     Examples:
@@ -271,7 +257,7 @@ def serve_(
     sys.path.insert(0, str(Path.cwd()))
     own = ":" in target
     spec = PlainSpec(
-        name=name or target.rpartition(":")[2],
+        name=target.rpartition(":")[2],
         type=None if own else target,
         entrypoint=target if own else None,
         config=given,
