@@ -15,6 +15,8 @@ REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("env serve", "--idle-seconds"): "leave it out; an episode that nobody has used for an hour is closed",
     ("env serve", "--name"): "leave it out; messages name the type or the class",
     ("env serve", "--spare-processes"): "leave it out; there is one",
+    ("export", "--allow-mixed-sampling"): "write --allow mixed-sampling",
+    ("export", "--allow-simulated"): "write --allow simulated",
     ("get", "--image"): "set the variable KUBEROLL_WORKER_IMAGE to it",
     ("get", "--kubeconfig"): _KUBECONFIG,
     ("get", "--start-timeout"): "the reader pod has 300 seconds to start; Ctrl-C removes it earlier",

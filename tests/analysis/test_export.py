@@ -477,7 +477,7 @@ def test_a_simulated_run_is_refused(tmp_path: Path, to: str) -> None:
         format=1, job="dry", created="", shards=2, identity={"generation.engine": "Simulated"}, inputs={}, versions={}
     )
     (tmp_path / "run" / "manifest.json").write_bytes(orjson.dumps(manifest))
-    with pytest.raises(ExportError, match=r"/run: a run of the Simulated engine: .*--allow-simulated"):
+    with pytest.raises(ExportError, match=r"/run: a run of the Simulated engine: .*--allow simulated"):
         export_run(files, to=to, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert export_run(files, to=to, output=tmp_path / "out", allow_simulated=True).counts.selected == 1

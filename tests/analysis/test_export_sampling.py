@@ -166,10 +166,10 @@ def test_the_command_says_what_a_trainer_is_to_be_told(tmp_path: Path) -> None:
         result = CliRunner().invoke(command, arguments)
         return str(result.output)
 
-    assert "--allow-mixed-sampling" in typed(PLAIN)
+    assert "--allow mixed-sampling" in typed(PLAIN)
     assert "  sampled with temperature 0.5\n" in typed(PLAIN, "--temperature", "0.5")
-    both = typed({**PLAIN, "top_p": 0.9}, "--allow-mixed-sampling")
+    both = typed({**PLAIN, "top_p": 0.9}, "--allow", "mixed-sampling")
     assert "  sampled with temperature 1, top_p 0.9\n" in both
     assert "  warning: top_p: 0.9, and the trainer's log-probabilities are of the whole distribution\n" in both
     assert "  sampled with temperature 0.5\n" in both
-    assert "  warning: sampling: unknown" in typed(None, "--allow-mixed-sampling")
+    assert "  warning: sampling: unknown" in typed(None, "--allow", "mixed-sampling")

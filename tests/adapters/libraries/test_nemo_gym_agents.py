@@ -67,7 +67,8 @@ def job(place: Path, made: World, rows: list[dict[str, Any]], *, dataset_repeats
 
 def exported(place: Path, output: Path) -> Path:
     rollouts = place / "exported" / "rollouts.jsonl"
-    given = ["--to", "nemo-gym", "--output", str(rollouts), "--manifest", str(place / "job.yaml"), "--allow-simulated"]
+    given = ["--to", "nemo-gym", "--output", str(rollouts), "--manifest", str(place / "job.yaml")]
+    given += ["--allow", "simulated"]
     subprocess.run([*COMMAND, "export", str(output), *given], check=True, capture_output=True)
     return rollouts
 

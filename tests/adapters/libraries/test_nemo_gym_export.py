@@ -230,7 +230,8 @@ def test_inputs_that_gym_materialized_are_a_dataset(tmp_path: Path) -> None:
 def export(place: Path) -> Path:
     """The rollouts of a run, exported with its manifest."""
     rollouts = place / "gym" / "rollouts.jsonl"
-    given = ["--to", "nemo-gym", "--output", str(rollouts), "--manifest", str(place / "job.yaml"), "--allow-simulated"]
+    given = ["--to", "nemo-gym", "--output", str(rollouts), "--manifest", str(place / "job.yaml")]
+    given += ["--allow", "simulated"]
     command = [*COMMAND, "export", str(place / "out"), *given]
     other = subprocess.run([*command, "--set", "spec.dataset.limit=2"], capture_output=True, text=True, check=False)
     assert (other.returncode, rollouts.exists()) == (2, False)

@@ -62,12 +62,11 @@ _NAMED = 5
     help="Of agents' trajectories: all paths, each as a row, or only the trajectory's own.",
 )
 @click.option(
-    "--allow-simulated", is_flag=True, help="Also export a run of the Simulated engine, to try out a trainer."
-)
-@click.option(
-    "--allow-mixed-sampling",
-    is_flag=True,
-    help="Also export trajectories that were sampled in different ways into one file, whose trainer assumes one.",
+    "--allow",
+    multiple=True,
+    type=click.Choice(["simulated", "mixed-sampling"]),
+    help="Also export what is refused otherwise: a run of the Simulated engine, or trajectories that were sampled in "
+    "different ways into one file. Repeatable.",
 )
 @click.option(
     "--manifest",
@@ -89,8 +88,7 @@ def export(
     limit: int | None,
     environment_role: Literal["user", "tool"],
     paths: Literal["all", "own"],
-    allow_simulated: bool,
-    allow_mixed_sampling: bool,
+    allow: tuple[str, ...],
     manifest: Path | None,
     overrides: tuple[str, ...],
     force: bool,
@@ -133,8 +131,8 @@ def export(
             role=environment_role,
             branches=paths == "all",
             force=force,
-            allow_simulated=allow_simulated,
-            allow_mixed_sampling=allow_mixed_sampling,
+            allow_simulated="simulated" in allow,
+            allow_mixed_sampling="mixed-sampling" in allow,
             groups=groups,
         )
     except (

@@ -184,7 +184,7 @@ def _refuse_simulated(files: RunFiles) -> None:
         raise ExportError(
             f"{files.location}: a run of the Simulated engine: no model wrote its responses, and their "
             "log-probabilities are not those of a policy; run the job with generation.engine: VLLM, or, to try out a "
-            "trainer, export it with --allow-simulated"
+            "trainer, export it with --allow simulated"
         )
 
 
@@ -216,7 +216,7 @@ def target(form: Format, output: Path | None, *, name: str) -> tuple[Path, Conta
 def _unlike_others(files: RunFiles, to: str, mixed: str) -> str:
     return (
         f"{files.location}: {mixed}, but a trainer that reads {to} computes log-probabilities of one distribution: "
-        "export those of one temperature with --temperature, or all with --allow-mixed-sampling, for fine-tuning, or "
+        "export those of one temperature with --temperature, or all with --allow mixed-sampling, for fine-tuning, or "
         "for a trainer of your own that reads each row's `sampling`"
     )
 
