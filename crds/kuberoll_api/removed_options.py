@@ -9,6 +9,12 @@ _KUBECONFIG: Final = "set the variable KUBECONFIG to the file, as for kubectl"
 
 REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("apply", "--kubeconfig"): _KUBECONFIG,
+    ("bench replay", "--routing"): "write --set routing=NAME",
+    ("bench replay", "--seed"): "write --set seed=N",
+    ("bench synthesize", "--group-size"): "write --set group-size=N",
+    ("bench synthesize", "--response"): "write --set response=DISTRIBUTION",
+    ("bench synthesize", "--seed"): "write --set seed=N",
+    ("bench synthesize", "--turns"): "write --set turns=DISTRIBUTION",
     ("env new", "--directory"): "write the name as DIR/NAME",
     ("env play", "--max-turns"): "write --set spec.rollout.maxTurns=N with a manifest; otherwise there are 100 turns",
     ("env serve", "--drain-seconds"): "leave it out; open episodes have 25 seconds to end after SIGTERM",

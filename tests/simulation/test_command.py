@@ -26,7 +26,7 @@ def typed(*arguments: object) -> Result:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
-    assert typed("synthesize", "--trajectories", 16, "--response", "lognormal:30:1", "-o", path).exit_code == 0
+    assert typed("synthesize", "--trajectories", 16, "--set", "response=lognormal:30:1", "-o", path).exit_code == 0
     return path
 
 
@@ -78,7 +78,8 @@ def test_mistakes_are_named(trace: Path, tmp_path: Path) -> None:
         (("replay", trace, "--set", "cold-start=nan"), "--set cold-start"),
         (("replay", trace, "--set", "deaths-per-hour=nan"), "--set deaths-per-hour"),
         (("replay", trace, "--set", "windows=3"), "found 'windows=3'; it is NAME=VALUE, with one of window,"),
-        (("synthesize", "--trajectories", 3, "--turns", "normal:3"), "--turns"),
+        (("replay", trace, "--set", "routing=Nearest"), "--set routing"),
+        (("synthesize", "--trajectories", 3, "--set", "turns=normal:3"), "--set turns"),
     ):
         refused = typed(*arguments)
         assert refused.exit_code == 2, refused.output

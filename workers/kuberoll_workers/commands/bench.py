@@ -38,17 +38,27 @@ _AMOUNT: Final = _Amount()
 _FROM_0: Final = click.IntRange(0)
 _FROM_1: Final = click.IntRange(1)
 
+_DISTRIBUTIONS: Final[Mapping[str, str]] = {
+    "turns": "lognormal:4:0.8",
+    "prompt": "lognormal:400:0.5",
+    "response": "lognormal:300:1",
+    "observation": "lognormal:100:1",
+    "environment": "lognormal:0.2:1",
+}
+"""What `synthesize` draws, and the defaults."""
+
 _DRAWN: Final[Mapping[str, tuple[click.ParamType[Any], Any]]] = {
-    "prompt": (click.STRING, "lognormal:400:0.5"),
-    "observation": (click.STRING, "lognormal:100:1"),
-    "environment": (click.STRING, "lognormal:0.2:1"),
+    **{name: (click.STRING, default) for name, default in _DISTRIBUTIONS.items()},
+    "group-size": (_FROM_1, 8),
     "most-turns": (_FROM_1, 256),
     "most-tokens": (click.IntRange(2), 32_768),
+    "seed": (click.INT, 0),
 }
 """Settings of `synthesize`: their types and defaults."""
 
 _REPLAYED: Final[Mapping[str, tuple[click.ParamType[Any], Any]]] = {
     "window": (click.INT, 1024),
+    "routing": (click.Choice(["Session", "LeastLoaded", "Hash", "Margin"]), "Session"),
     "scheduling": (click.Choice(["Concurrent", "Lockstep"]), "Concurrent"),
     "admission": (click.Choice(["Resident", "Unlimited", "Reserve"]), "Resident"),
     "margin": (_FROM_0, 8),
@@ -57,6 +67,7 @@ _REPLAYED: Final[Mapping[str, tuple[click.ParamType[Any], Any]]] = {
     "deaths-per-hour": (_AMOUNT, 0.0),
     "weights-every": (_AMOUNT, 0.0),
     "weights-seconds": (_AMOUNT, 1.0),
+    "seed": (click.INT, 0),
     "max-num-seqs": (_FROM_1, 256),
     "max-num-batched-tokens": (_FROM_1, 8192),
     "kv-cache-tokens": (_FROM_1, 524_288),
@@ -71,7 +82,7 @@ _REPLAYED: Final[Mapping[str, tuple[click.ParamType[Any], Any]]] = {
 """Settings of `replay`: their types and defaults."""
 
 _set_option: Final = click.option(
-    "--set", "settings", metavar="NAME=VALUE", multiple=True, help="Change a setting of those below; repeatable."
+    "--set", "settings", metavar="NAME=VALUE", multiple=True, help="Change one of the settings above; repeatable."
 )
 
 
@@ -174,56 +185,41 @@ def fit(model: str, arguments: tuple[str, ...]) -> None:
 
 @bench.command()
 @click.option("--trajectories", type=click.IntRange(1), required=True, help="Number of trajectories.")
-@click.option("--group-size", type=click.IntRange(1), default=8, show_default=True, help="Trajectories of a group.")
-@click.option("--turns", default="lognormal:4:0.8", show_default=True, metavar="DIST", help="Turns of a trajectory.")
-@click.option("--response", default="lognormal:300:1", show_default=True, metavar="DIST", help="Tokens of a response.")
 @_set_option
-@click.option("--seed", type=int, default=0, show_default=True, help="The same one draws the same trace.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The trace.  [default: trace.jsonl.zst]")
-def synthesize(
-    trajectories: int,
-    group_size: int,
-    turns: str,
-    response: str,
-    settings: tuple[str, ...],
-    seed: int,
-    output: Path | None,
-) -> None:
+def synthesize(trajectories: int, settings: tuple[str, ...], output: Path | None) -> None:
     """Draw a trace.
 
-    DIST is a number, exponential:MEDIAN, lognormal:MEDIAN:SIGMA or pareto:MEDIAN:EXPONENT. The exit code is 2 if the
-    file exists.
+    The exit code is 2 if the file exists.
 
     \b
-    With --set, and their defaults:
+    With --set, and their defaults; a distribution is a number, exponential:MEDIAN,
+    lognormal:MEDIAN:SIGMA or pareto:MEDIAN:EXPONENT:
+      turns=lognormal:4:0.8          turns of a trajectory
       prompt=lognormal:400:0.5       tokens of a prompt
+      response=lognormal:300:1       tokens of a response
       observation=lognormal:100:1    tokens of an observation
       environment=lognormal:0.2:1    seconds of a step
+      group-size=8                   trajectories of a group
       most-turns=256                 of a trajectory
       most-tokens=32768              of a trajectory
+      seed=0                         the same one draws the same trace
     """
     from kuberoll_workers.simulation import synthesis
     from kuberoll_workers.simulation.trace import write_trace
 
     given = _parse(settings, _DRAWN)
-    drawn = {
-        "turns": turns,
-        "prompt": given["prompt"],
-        "response": response,
-        "observation": given["observation"],
-        "environment": given["environment"],
-    }
+    drawn = {name: given[name] for name in _DISTRIBUTIONS}
     found: dict[str, synthesis.Distribution] = {}
     for name, text in drawn.items():
         try:
             found[name] = synthesis.Distribution.parse(text)
         except ValueError as error:
-            hint = f"--set {name}" if name in _DRAWN else f"--{name}"
-            raise click.BadParameter(str(error), param_hint=hint) from error
+            raise click.BadParameter(str(error), param_hint=f"--set {name}") from error
     path = output or Path("trace.jsonl.zst")
     recipe = synthesis.Recipe(
         trajectories=trajectories,
-        group_size=group_size,
+        group_size=given["group-size"],
         turns=found["turns"],
         prompt=found["prompt"],
         generated=found["response"],
@@ -231,12 +227,12 @@ def synthesize(
         environment_seconds=found["environment"],
         most_turns=given["most-turns"],
         most_tokens=given["most-tokens"],
-        seed=seed,
+        seed=given["seed"],
     )
     try:
         made = synthesis.synthesize(recipe)
         written = ", ".join(f"{name} {text}" for name, text in drawn.items())
-        write_trace(path, made, origin=f"drawn with seed {seed}: {written}")
+        write_trace(path, made, origin=f"drawn with seed {given['seed']}: {written}")
     except (OSError, ValueError) as error:
         _end(error)
     _say(f"{path}: {len(made)} trajectories, {_turns(made)} turns")
@@ -247,14 +243,6 @@ def synthesize(
 @click.option("--replicas", type=int, default=1, show_default=True, help="Replicas of the policy.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Workers, which share the trajectories.")
 @click.option("--concurrency", type=int, default=64, show_default=True, help="Trajectories in flight in a worker.")
-@click.option(
-    "--routing",
-    type=click.Choice(["Session", "LeastLoaded", "Hash", "Margin"]),
-    default="Session",
-    show_default=True,
-    help="Hash and Margin are candidates that no worker uses.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of deaths and jitter.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, the same bytes each time.")
 @_set_option
 def replay(
@@ -262,9 +250,7 @@ def replay(
     replicas: int,
     workers: int,
     concurrency: int,
-    routing: Any,
     settings: tuple[str, ...],
-    seed: int,
     as_json: bool,
 ) -> None:
     """Play TRACE in virtual time: real scheduling, admission and routing, modelled engines.
@@ -274,14 +260,16 @@ def replay(
     \b
     With --set, and their defaults:
       window=1024                    requests that a replica takes at once
+      routing=Session                or LeastLoaded; candidates: Hash, Margin
       scheduling=Concurrent          or Lockstep
-      admission=Resident             or Unlimited, Reserve: candidates
+      admission=Resident             or candidates: Unlimited, Reserve
       margin=8                       of routing Margin, in trajectories
       request-ms=0                   of a request, outside of the engine
       cold-start=0                   seconds until a new replica answers
       deaths-per-hour=0              replicas of the fleet that die
       weights-every=0                seconds between new weights
       weights-seconds=1              pause for new weights
+      seed=0                         of deaths and jitter
     \b
     Of a replica's engine, as `kuberoll bench fit` prints them:
       max-num-seqs=256               as vLLM's
@@ -321,7 +309,7 @@ def replay(
             workers=workers,
             concurrency=concurrency,
             window=given["window"],
-            routing=routing,
+            routing=given["routing"],
             margin=given["margin"],
             admission=given["admission"],
             scheduling=given["scheduling"],
@@ -330,7 +318,7 @@ def replay(
             deaths_per_hour=given["deaths-per-hour"],
             weights_every=given["weights-every"],
             weights_seconds=given["weights-seconds"],
-            seed=seed,
+            seed=given["seed"],
         )
         trajectories = read_trace(trace).trajectories
         began = time.perf_counter()
