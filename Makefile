@@ -71,7 +71,7 @@ bench: install-dev ## Measure what the project watches, in some ten minutes; COM
 
 crd: install-dev ## Make from the model: the CRD, the reference of its fields, the chart's schema and tables.
 	$(BIN)/kuberoll crd > crds/rolloutjobs.kuberoll.io.yaml
-	$(BIN)/kuberoll crd --reference > docs/reference/rolloutjob.md
+	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/chart.py
 	$(BIN)/python scripts/dashboards.py
 	$(BIN)/python scripts/metrics.py

@@ -232,18 +232,12 @@ def _check_datasets(manifest: Manifest, file: Path) -> list[str]:
 
 
 @main.command()
-@click.option("--reference", is_flag=True, help="Print the reference of all fields instead, in Markdown.")
-def crd(reference: bool) -> None:
+def crd() -> None:
     """Print the CustomResourceDefinition of the RolloutJob.
 
     `kuberoll crd | kubectl apply -f -` installs it.
     """
-    # Imported here because no other command needs these modules.
-    if reference:
-        from kuberoll_api.schema.reference import page
+    # Imported here because no other command needs this module.
+    from kuberoll_api.schema.crd import definition, to_yaml
 
-        click.echo(page(), nl=False)
-    else:
-        from kuberoll_api.schema.crd import definition, to_yaml
-
-        click.echo(to_yaml(definition()), nl=False)
+    click.echo(to_yaml(definition()), nl=False)

@@ -1,16 +1,26 @@
-"""The reference page of a RolloutJob's fields, docs/reference/rolloutjob.md, generated from the CRD's schema."""
+"""Makes docs/reference/rolloutjob.md, the reference of a RolloutJob's fields, of the CRD's schema.
+
+    python scripts/reference.py [--check]
+
+With --check nothing is written, and the exit code is 1 where the file is stale.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from kuberoll_api.schema.common import COMMON
 from kuberoll_api.schema.crd import schema
 from kuberoll_api.schema.lookup import in_words
 from kuberoll_api.schema.rules import AT_ANY_TIME, ONLY_SUSPENDED
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+OUTPUT: Final = ROOT / "docs" / "reference" / "rolloutjob.md"
 
 Schema = dict[str, Any]
 
@@ -138,3 +148,19 @@ def _anchor(path: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def main() -> None:
+    """The command's entry point."""
+    text = page()
+    stale = not OUTPUT.is_file() or OUTPUT.read_text() != text
+    if "--check" in sys.argv[1:]:
+        if stale:
+            print(f"{OUTPUT.relative_to(ROOT)} is stale: run make crd")
+        sys.exit(stale)
+    if stale:
+        OUTPUT.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
