@@ -1,4 +1,4 @@
-"""The rules of docs/explanation/architecture.md: who may import whom, and what importing costs."""
+"""What docs/explanation/architecture.md and guarantees.md say of imports, of what they cost, of code and tests."""
 
 from __future__ import annotations
 
@@ -118,10 +118,14 @@ def foreign_modules(names: str) -> set[str]:
 
 
 def rows_of(title: str) -> list[list[str]]:
-    """The cells of a section's table in docs/explanation/architecture.md, without its head."""
+    """The cells of the tables of a section of docs/explanation/architecture.md, without their heads."""
     page = (ROOT / "docs/explanation/architecture.md").read_text()
-    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return rows_in(page.split(f"\n## {title}\n")[1].split("\n## ")[0])
+
+
+def rows_in(text: str) -> list[list[str]]:
+    """The cells of its tables, without their heads."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return [row for row in rows if "`" in row[0] or "`" in row[-1]]
 
 
@@ -156,8 +160,8 @@ def test_the_map_names_the_contract() -> None:
     }
 
 
-def test_the_map_names_code_and_tests_of_every_guarantee() -> None:
-    rows = rows_of("Guarantees, and where they are kept")
+def test_the_page_names_code_and_tests_of_every_guarantee() -> None:
+    rows = rows_in((ROOT / "docs/explanation/guarantees.md").read_text())
     assert len(rows) > 20
     for guarantee, code, tests in rows:
         assert quoted(code), guarantee

@@ -290,16 +290,12 @@ def test_the_site_has_every_page_once() -> None:
 
 
 GENERATED = {"tutorials/first-hour.md", "reference/rolloutjob.md", "reference/metrics.md", "reference/waiting.md"}
-# To be split.
-LONGER = {
-    "explanation/architecture.md",
-}
 
 
 def test_pages_are_short() -> None:
     pages = {str(page.relative_to(ROOT / "docs")): page for page in (ROOT / "docs").glob("**/*.md")}
     long = {name for name, page in pages.items() if len(page.read_text().split()) > 1500}
-    assert long - GENERATED == LONGER
+    assert long <= GENERATED
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
