@@ -26,6 +26,9 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "tutorials" / "first-hour.md"
 
+# What every run prints at its end: times and files. The page shows it for the first run alone.
+SUMMARY: Final = re.compile(r"(time|schedule|per trajectory): |  runs/")
+
 ENVIRONMENT: Final = '''\
 class Guess:
     """Guess a digit."""
@@ -108,7 +111,7 @@ class Step:
 SECTIONS: Final[dict[str, Sequence[Step]]] = {
     "Install": [
         Step(
-            text="In a clone, everything that is needed on a machine without a GPU:",
+            text="Everything that a machine without a GPU needs:",
             command="make install",
             lines=6,
         ),
@@ -119,34 +122,33 @@ SECTIONS: Final[dict[str, Sequence[Step]]] = {
             command="make demo",
         ),
         Step(
-            text="Look at trajectories:",
+            text="Some of its trajectories:",
             command=".venv/bin/kuberoll show runs/demo-* --limit 5",
         ),
     ],
     "An environment of your own, with a bug": [
         Step(
-            text="An environment is a class with two methods ([environments](../reference/environments.md)); "
-            "a job names it:",
+            text="An environment is a class with two methods ([environments](../reference/environments.md)):",
             files={"guessing.py": ENVIRONMENT, "job.yaml": JOB},
             command=".venv/bin/kuberoll run job.yaml --output runs/bug",
             code=1,
         ),
         Step(
-            text="One of a failed task's samples, with the dataset row and the whole traceback:",
+            text="One failed sample, with its dataset row and the traceback:",
             command=".venv/bin/kuberoll show runs/bug --failed --limit 1",
             lines=60,
         ),
     ],
     "Its mending": [
         Step(
-            text="A response that is not a number is a wrong guess, not an error of the environment:",
+            text="A response that is not a number is a wrong guess:",
             edits={"guessing.py": ("int(guess) == state", 'guess.isdigit() and int(guess) == state')},
             command=".venv/bin/kuberoll run job.yaml --output runs/mended",
         ),
     ],
     "A dataset of your own": [
         Step(
-            text="Rows in a file, one of them with a mistake:",
+            text="Rows in a file, one with a mistake:",
             files={"prompts.jsonl": ROWS},
             edits={"job.yaml": ("generator: {count: 8}", "uri: prompts.jsonl")},
             command=".venv/bin/kuberoll run job.yaml --output runs/rows",
@@ -160,12 +162,12 @@ SECTIONS: Final[dict[str, Sequence[Step]]] = {
     ],
     "A model of your own": [
         Step(
-            text="Any directory that vLLM loads, or a hub id. Here is one with random weights:",
+            text="Any directory that vLLM loads, or a hub id; here one with random weights:",
             command=".venv/bin/python examples/train_tiny_policy.py --random --output my-model",
             lines=3,
         ),
         Step(
-            text="`kuberoll serve` keeps its engine up, so that every run after it starts at once:",
+            text="`kuberoll serve` keeps an engine up, so that runs start at once:",
             edits={
                 "job.yaml": (
                     "    model: {source: examples/models/tiny-policy}\n    engine: Simulated                 "
@@ -196,9 +198,8 @@ SECTIONS: Final[dict[str, Sequence[Step]]] = {
     ],
     "The report": [
         Step(
-            text="Every run has a `report.html`, with all trajectories to read and search "
-            "([inspecting.md](../how-to/inspecting.md)). `kuberoll report` makes it again, here for the run with the "
-            "bug:",
+            text="Each run's `report.html` has all its trajectories ([inspecting](../how-to/inspecting.md)). "
+            "`kuberoll report` makes it again:",
             command=".venv/bin/kuberoll report runs/bug --output bug.html",
         ),
     ],
@@ -213,6 +214,7 @@ class Transcript:
         self._page: list[str] = []
         self._background: list[subprocess.Popen[str]] = []
         self._seconds: list[tuple[str, float]] = []
+        self._summarized = False
 
     def run(self) -> str:
         """Run all steps; return the page."""
@@ -245,6 +247,9 @@ class Transcript:
         if code not in (None, step.code):
             raise SystemExit(f"$ {step.command}\n{output}\nexit code {code}, expected {step.code}")
         lines = self._clean(output)
+        if self._summarized:
+            lines = _without_summary(lines)
+        self._summarized |= any(SUMMARY.match(line) for line in lines)
         if len(lines) > step.lines:
             lines = ["...", *lines[-step.lines :]]
         exit_code = "" if code in (None, 0) else f", exit code {code}"
@@ -286,15 +291,26 @@ class Transcript:
         rows = "\n".join(f"| [{title}](#{_anchor(title)}) | {seconds:.0f} |" for title, seconds in self._seconds)
         return (
             "# The first hour\n\n"
-            "A new user's first commands, in a clone of this repository. `scripts/first_hour.py` made this page by "
-            f"running them, on {datetime.now(UTC):%d %B %Y}, on {os.cpu_count()} cores ({_processor()}) without a GPU, "
-            f"with Python {platform.python_version()}. Packages came from a mirror nearby.\n\n"
+            "Your first commands, in a clone of this repository, with what they print. `scripts/first_hour.py` made "
+            f"this page by running them on {datetime.now(UTC):%d %B %Y}, on {os.cpu_count()} cores ({_processor()}) "
+            f"without a GPU, with Python {platform.python_version()} and a package mirror nearby.\n\n"
             f"| part | seconds |\n|---|---|\n{rows}\n"
         )
 
 
 def _anchor(title: str) -> str:
     return re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))
+
+
+def _without_summary(lines: Sequence[str]) -> list[str]:
+    """The lines, with `...` in place of a summary."""
+    kept: list[str] = []
+    for line in lines:
+        if not SUMMARY.match(line):
+            kept.append(line)
+        elif kept[-1:] != ["..."]:
+            kept.append("...")
+    return kept
 
 
 def _language(name: str) -> str:

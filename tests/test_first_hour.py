@@ -21,3 +21,9 @@ def test_the_page_has_the_script_s_commands_and_files_in_their_order() -> None:
 def test_the_page_names_no_path_of_the_machine_that_made_it() -> None:
     page = PAGE.read_text()
     assert not [word for word in ("/root/", "/home/", "/opt/", "first-hour-") if word in page]
+
+
+def test_the_page_has_the_summary_of_a_run_once() -> None:
+    page = PAGE.read_text()
+    assert page.count("\nschedule: ") == 1
+    assert page.count("\n  runs/") == 5
