@@ -289,7 +289,11 @@ def test_the_site_has_every_page_once() -> None:
     assert sorted(given) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md"))
 
 
-GENERATED = {"reference/rolloutjob.md", "reference/metrics.md", "reference/waiting.md"}
+GENERATED = {"tutorials/first-hour.md", "reference/rolloutjob.md", "reference/metrics.md"}
+# To be split.
+LONGER = {
+    "explanation/architecture.md",
+}
 
 
 def test_pages_are_short() -> None:

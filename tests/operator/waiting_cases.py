@@ -1,11 +1,11 @@
-"""Pods that wait, and what the operator says of them: the cases of tests/operator/waiting, docs/reference/waiting.md.
+"""Pods that wait, and what the operator says of them: the cases of tests/operator/waiting, docs/reference/waiting*.md.
 
 A case is what a real control plane of Kubernetes 1.36.2, with real kubelets where those have a say, made of a Job named
 `j-workers` or a Deployment named `j-generation`: the objects and the events about them, verbatim but for managed fields
 and for kinds that the operator does not read. Where a driver or an autoscaler would have spoken that was not there, the
 case names what was written `by_hand`.
 
-    python -m tests.operator.waiting_cases --update    # writes docs/reference/waiting.md
+    python -m tests.operator.waiting_cases --update    # writes docs/reference/waiting*.md
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kuberoll_operator.signs import Signs, Subject, in_order, read_event
 from kuberoll_operator.waiting.questions import questions
 
 CASES = Path(__file__).parent / "waiting"
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "waiting.md"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 CONTAINERS = {"workers": "worker", "generation": "generation"}
 
 
@@ -127,53 +127,61 @@ def _is_about(regarding: Mapping[str, Any], subject: Subject) -> bool:
 
 _OWNERS = {"Job", "Deployment"}
 
-SECTIONS: dict[str, Sequence[str]] = {
-    "No node takes the pod": (
-        "insufficient-gpu", "insufficient-cpu", "insufficient-memory", "insufficient-ephemeral-storage",
-        "extended-resource-unknown", "taint-untolerated", "nodes-not-ready", "node-selector", "cordoned",
-        "too-many-pods", "pod-anti-affinity", "pod-affinity", "topology-spread", "host-port", "dra-unallocatable",
-        "mixed", "preempting", "scheduling-gate", "no-nodes", "scheduler-missing",
-    ),
-    "Storage": (
-        "multi-attach", "pvc-wait-for-consumer", "pvc-provisioning-failed", "pvc-access-mode", "pvc-class-missing",
-        "pvc-no-default-class", "pvc-no-matching-volume", "pvc-access-mode-named-volume", "pvc-missing",
-        "pvc-being-deleted", "pvc-lost", "pvc-storage-capacity", "volume-zone", "max-volumes", "rwop-in-use",
-        "attach-failed", "csi-driver-missing", "nfs-mount",
-    ),
-    "Pods are refused": (
-        "quota-gpu-job", "quota-must-specify-job", "limitrange-max-job", "pod-security-job",
-        "service-account-missing-deployment", "priority-class-missing-job", "runtime-class-missing-job",
-        "webhook-denied-job", "webhook-denied-by-webhook-job", "webhook-down-job", "dra-template-missing",
-    ),
-    "Images": (
-        "image-unknown", "image-unauthorized", "image-not-found", "image-rate-limit", "image-name-invalid",
-        "image-never-pull", "image-architecture",
-    ),
-    "The container does not start": (
-        "secret-volume-missing", "secret-volume-key-missing", "configmap-volume-missing", "secret-env-missing",
-        "secret-env-key-missing", "configmap-env-missing", "hostpath-type", "subpath-missing", "run-as-non-root",
-        "command-not-found", "seccomp-profile-missing", "post-start-hook", "sandbox-network", "network-not-ready",
-        "runtimeclass-handler", "user-namespace", "node-unreachable-before-start", "init-container-waiting",
-        "startup-probe-failing", "crash-loop", "out-of-memory",
-    ),
-    "The cluster took the pod away": (
-        "node-unreachable", "node-taint-eviction", "node-deleted", "evicted-by-api", "preempted", "out-of-cpu",
-        "sysctl-forbidden",
-    ),
+PAGES: dict[str, dict[str, Sequence[str]]] = {
+    "waiting.md": {
+        "No node takes the pod": (
+            "insufficient-gpu", "insufficient-cpu", "insufficient-memory", "taint-untolerated", "node-selector",
+            "cordoned", "too-many-pods", "pod-anti-affinity", "pod-affinity", "topology-spread", "host-port",
+            "dra-unallocatable", "preempting", "scheduling-gate", "no-nodes", "scheduler-missing",
+        ),
+        "Pods are refused": (
+            "quota-gpu-job", "quota-must-specify-job", "limitrange-max-job", "pod-security-job",
+            "service-account-missing-deployment", "priority-class-missing-job", "runtime-class-missing-job",
+            "webhook-denied-job", "webhook-denied-by-webhook-job", "webhook-down-job", "dra-template-missing",
+        ),
+        "The cluster took the pod away": (
+            "node-unreachable", "node-taint-eviction", "node-deleted", "evicted-by-api", "preempted", "out-of-cpu",
+            "sysctl-forbidden",
+        ),
+    },
+    "waiting-storage.md": {
+        "Claims": (
+            "pvc-wait-for-consumer", "pvc-provisioning-failed", "pvc-access-mode", "pvc-class-missing",
+            "pvc-no-default-class", "pvc-no-matching-volume", "pvc-access-mode-named-volume", "pvc-missing",
+            "pvc-being-deleted", "pvc-lost",
+        ),
+        "Volumes": (
+            "multi-attach", "pvc-storage-capacity", "volume-zone", "max-volumes", "rwop-in-use", "attach-failed",
+            "csi-driver-missing", "nfs-mount",
+        ),
+    },
+    "waiting-containers.md": {
+        "Images": (
+            "image-unknown", "image-unauthorized", "image-not-found", "image-rate-limit", "image-name-invalid",
+            "image-never-pull", "image-architecture",
+        ),
+        "The container does not start": (
+            "secret-volume-missing", "secret-volume-key-missing", "secret-env-missing", "secret-env-key-missing",
+            "hostpath-type", "subpath-missing", "run-as-non-root", "command-not-found", "seccomp-profile-missing",
+            "post-start-hook", "sandbox-network", "network-not-ready", "runtimeclass-handler", "user-namespace",
+            "node-unreachable-before-start", "init-container-waiting", "startup-probe-failing", "crash-loop",
+            "out-of-memory",
+        ),
+    },
 }  # fmt: skip
-"""Cases of docs/reference/waiting.md, by what holds a pod up."""
+"""Cases of each page of docs/reference, by what holds a pod up."""
 
 
-def page() -> str:
-    """docs/reference/waiting.md."""
-    lines = [_HEAD]
-    for title, cases in SECTIONS.items():
-        lines += [f"\n## {title}\n", "| reason | what the job says |", "|---|---|"]
-        for name in cases:
-            told = tell(load(name))
+def page(name: str) -> str:
+    """Text of a page of `PAGES`."""
+    lines = [_NOTE, _HEADS[name]]
+    for title, cases in PAGES[name].items():
+        lines += [f"\n## {title}\n", "| reason | message |", "|---|---|"]
+        for case in cases:
+            told = tell(load(case))
             text = told.words.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
             lines.append(f"| `{told.reason}` | {text} |")
-    return "\n".join([*lines, _TAIL])
+    return "\n".join([*lines, _TAILS.get(name, "")])
 
 
 SECONDS = 6.0
@@ -181,37 +189,51 @@ LATE_SECONDS = 40.0
 LATE = {"node-unreachable-before-start", "pvc-wait-for-consumer", "scheduler-missing"}
 """Causes that nobody tells of: that nothing happens for so long is the sign."""
 
-_HEAD = """\
-<!-- Written by `python -m tests.operator.waiting_cases --update`, from tests/operator/waiting. -->
+_NOTE = "<!-- Written by `python -m tests.operator.waiting_cases --update`, from tests/operator/waiting. -->\n"
 
+_HEADS = {
+    "waiting.md": """\
 # When a job waits
 
-A job says for what it waits: the column `Reason` of `kubectl get rlj` has the reason of the condition that holds it up,
-and `kubectl describe rlj JOB` the message, which has Kubernetes' own words, then what to do. `kuberoll top` has both
-below its table, and the [dashboard](../how-to/monitoring.md#fleet) *Fleet* and the alert
-[KuberollJobWaiting](alerts.md#kuberolljobwaiting) the reason. The operator reads the statuses of pods and of what makes
-them, which it watches, and where those say nothing, the events about them and the PersistentVolumeClaims that they
-mount: 10 seconds after a pod should have started, and then ever less often, every 25 seconds at most. What is over is
-no longer told. Of a container that was killed they say whether a probe was the cause: `its liveness probe failed: …`,
-in the kubelet's words.
+`kubectl get rlj` shows the reason why a job waits, `kubectl describe rlj JOB` the message: Kubernetes' own words, then
+what to do. `kuberoll top` shows both; the [dashboard](../how-to/monitoring.md#fleet) *Fleet* and the alert
+[KuberollJobWaiting](alerts.md#kuberolljobwaiting) show the reason. A cause appears within about 30 seconds and
+disappears once it is over.
 
-The tables have what is said of real objects of Kubernetes 1.36: names, numbers and addresses are those of the cluster
-where they were recorded. Most wait for somebody; `Starting` is under way. Reasons of a job's own doing are in
-[reasons.md](reasons.md), queues' in [queues.md](../how-to/queues.md).
-"""
+The tables have messages that Kubernetes 1.36 caused, with names, numbers and addresses of the test cluster. Two pages
+have the rest: [storage](waiting-storage.md), [images and containers](waiting-containers.md). [Reasons](reasons.md)
+lists every reason, [queues](../how-to/queues.md) explains waiting for quota.
+""",
+    "waiting-storage.md": """\
+# When a pod waits for storage
 
-_TAIL = """
-## What is not told
+Messages of jobs whose pods wait for a PersistentVolumeClaim or a volume. [When a job waits](waiting.md) says where to
+find them.
+""",
+    "waiting-containers.md": """\
+# When a pod's containers do not start
 
-- Kubernetes keeps events for an hour, and a cluster may keep them shorter. What only an event says, such as a failed
-  mount, is repeated while it lasts.
+Messages of jobs whose pods have a node and are not ready. [When a job waits](waiting.md) says where to find them.
+`Starting` needs no action. If a probe killed a container, the message quotes the kubelet:
+`its liveness probe failed: …`.
+""",
+}
+
+_TAILS = {
+    "waiting.md": """
+## What is not shown
+
+- Kubernetes keeps events for an hour, some clusters for less. Events of a lasting problem, such as a failed mount, are
+  repeated.
 - Without the rights to list events and to get PersistentVolumeClaims (`events`, `persistentvolumeclaims` in the
-  operator's role) a job says only what statuses say; the operator's log says that it lacks them.
-- A message has at most 1,000 characters, and of several pods of one kind it tells of the first that has a problem.
-"""
+  operator's role), a message has only what statuses say. The operator's log says that it lacks them.
+- A message has at most 1,000 characters. Of several pods of one kind it names the first that has a problem.
+""",
+}
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--update"]:
         sys.exit("usage: python -m tests.operator.waiting_cases --update")
-    PAGE.write_text(page())
+    for name in PAGES:
+        (REFERENCE / name).write_text(page(name))

@@ -17,7 +17,7 @@ class Rule(NamedTuple):
     """A cause of waiting.
 
     Attributes:
-        cause: Its name in docs/reference/waiting.md.
+        cause: Its name.
         pattern: What is searched for in Kubernetes' message.
         reason: One of `conditions.Reason`.
         remedy: What to do; may name groups of the pattern in braces.
