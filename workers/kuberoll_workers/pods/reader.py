@@ -3,9 +3,10 @@
     python -m kuberoll_workers.pods.reader --config FILE           # the pod: runs until it is idle
     python -m kuberoll_workers.pods.reader --config FILE --serve   # a command in it: responds on standard output
 
-FILE is a `contract.PodConfig`. `kuberoll get` is the client; docs/reference/worker-pods.md has the protocol. Every
-response has the number of bytes that follow and ends with their SHA-256, so that a cut connection is never taken for
-the end.
+FILE is a `contract.PodConfig`. `kuberoll get` is the client. A `Request` is a line of JSON; `FrameWriter` writes the
+responses. Every response has the number of bytes that follow and ends with their SHA-256, so that a cut connection is
+never taken for the end. `{"beat": true}` comes every ten seconds, between frames; `{"error": …, "changed": …}` answers
+a request that cannot be fulfilled: if `changed` is true, the file is no longer what was listed.
 """
 
 from __future__ import annotations
