@@ -131,17 +131,16 @@ PAGES: dict[str, dict[str, Sequence[str]]] = {
     "waiting.md": {
         "No node takes the pod": (
             "insufficient-gpu", "insufficient-cpu", "insufficient-memory", "taint-untolerated", "node-selector",
-            "cordoned", "too-many-pods", "pod-anti-affinity", "topology-spread", "host-port",
-            "dra-unallocatable", "preempting", "scheduling-gate", "no-nodes", "scheduler-missing",
+            "cordoned", "too-many-pods", "pod-anti-affinity", "topology-spread", "host-port", "dra-unallocatable",
+            "preempting", "scheduling-gate", "no-nodes", "scheduler-missing",
         ),
         "Pods are refused": (
             "quota-gpu-job", "quota-must-specify-job", "limitrange-max-job", "pod-security-job",
-            "service-account-missing-deployment",
-            "webhook-denied-job", "webhook-denied-by-webhook-job", "webhook-down-job", "dra-template-missing",
+            "service-account-missing-deployment", "webhook-denied-job", "webhook-denied-by-webhook-job",
+            "webhook-down-job", "dra-template-missing",
         ),
         "The cluster took the pod away": (
-            "node-unreachable", "node-deleted", "evicted-by-api", "preempted", "out-of-cpu",
-            "sysctl-forbidden",
+            "node-unreachable", "node-deleted", "evicted-by-api", "preempted", "out-of-cpu", "sysctl-forbidden",
         ),
     },
     "waiting-storage.md": {
