@@ -173,7 +173,7 @@ PAGES: dict[str, dict[str, Sequence[str]]] = {
 
 def page(name: str) -> str:
     """Text of a page of `PAGES`."""
-    lines = [_NOTE, _HEADS[name]]
+    lines = [_NOTE, _HEADS[name].rstrip()]
     for title, cases in PAGES[name].items():
         lines += [f"\n## {title}\n", "| reason | message |", "|---|---|"]
         for case in cases:
