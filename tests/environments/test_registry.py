@@ -3,13 +3,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from kuberoll_api import plugins
-from kuberoll_api.model.environments import AGENT_TYPE, GYM_AGENT_TYPE, Environment
+from kuberoll_api.model.environments import (
+    AGENT_TYPE,
+    GYM_AGENT_TYPE,
+    BuiltInEnvironment,
+    Environment,
+    LibraryEnvironment,
+)
 from kuberoll_workers.environments import (
     BUILT_INS,
     LIBRARIES,
@@ -19,6 +27,8 @@ from kuberoll_workers.environments import (
     resolve,
 )
 from tests.environments.support import CONFIGS
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -50,8 +60,10 @@ class BrokenEnvironment(DuckEnvironment):
 
 
 def test_manifests_may_name_the_built_ins_and_no_others() -> None:
-    registered = plugins.installed(plugins.ENVIRONMENTS)
-    assert set(registered) == {*BUILT_INS, *LIBRARIES, AGENT_TYPE, GYM_AGENT_TYPE}
+    registered = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][plugins.ENVIRONMENTS]
+    types = {*get_args(BuiltInEnvironment), *get_args(LibraryEnvironment)}
+    assert set(registered) == {*types, AGENT_TYPE, GYM_AGENT_TYPE}
+    assert {*BUILT_INS, *LIBRARIES} == types & set(plugins.installed(plugins.ENVIRONMENTS))
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_INS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,18 +65,12 @@ def list_() -> None:
     from kuberoll_workers.authoring.subject import Summary
     from kuberoll_workers.environments import BUILT_INS, LIBRARIES
 
-    for name in _installed(BUILT_INS):
+    for name in sorted(BUILT_INS):
         _list_one(name, Summary.of(name))
     click.echo("\nEnvironments of other libraries (docs/how-to/environment-libraries.md):\n")
-    for name in _installed(LIBRARIES):
+    for name in sorted(LIBRARIES):
         _list_one(name, Summary.of(name))
     click.echo("\nWrite your own: kuberoll env new NAME")
-
-
-def _installed(types: Iterable[str]) -> list[str]:
-    from kuberoll_workers.environments.registry import entrypoint_of
-
-    return sorted(name for name in types if entrypoint_of(name) is not None)
 
 
 def _list_one(name: str, summary: Summary) -> None:

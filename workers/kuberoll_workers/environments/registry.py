@@ -21,10 +21,15 @@ from kuberoll_workers.environments.hooks import Hooks, InvalidRecovery
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.ray_classes import is_ray_class, plain_class, start_ray, uses_ray
 
-BUILT_INS: tuple[str, ...] = get_args(BuiltInEnvironment)
-"""Values of `type` for environments of KubeRoll; `kuberoll.environments` has their classes."""
 
-LIBRARIES: tuple[str, ...] = get_args(LibraryEnvironment)
+def _registered(types: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in types if plugins.find(plugins.ENVIRONMENTS, name) is not None)
+
+
+BUILT_INS: tuple[str, ...] = _registered(get_args(BuiltInEnvironment))
+"""Values of `type` for environments of KubeRoll; the entry points `kuberoll.environments` have their classes."""
+
+LIBRARIES: tuple[str, ...] = _registered(get_args(LibraryEnvironment))
 """Values of `type` for adapters of other libraries, which are imported when an environment is created."""
 
 EnvironmentClass = type[EnvironmentInterface]
