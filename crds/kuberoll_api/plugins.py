@@ -22,6 +22,8 @@ ENVIRONMENTS = "kuberoll.environments"
 """Classes of environments, by the `type` of the manifest."""
 EXPORTS = "kuberoll.exports"
 """Formats of `kuberoll export` (`kuberoll_workers.analysis.export.formats`), by name."""
+ISOLATIONS = "kuberoll.isolations"
+"""Places of environments that are no process of a worker (`kuberoll_workers.environments.isolation`): `Remote`."""
 PLAYERS = "kuberoll.players"
 """Ways of playing the trajectories of an environment (`kuberoll_workers.rollouts.player`), by name."""
 

@@ -7,8 +7,8 @@ import asyncio
 import sys
 
 from kuberoll_workers.environments.registry import PlainSpec
+from kuberoll_workers.environments.remote.serving import Serving, serve
 from kuberoll_workers.environments.sandbox import Sandbox
-from kuberoll_workers.environments.serving import Serving, serve
 
 
 def main() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import socket
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from kuberoll_api.model.environments import AGENT_TYPE
+from kuberoll_api import plugins
 from kuberoll_workers.environments.executor import Executor
+from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.inline import InlineExecutor
+from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.loop_thread import LoopExecutor
 from kuberoll_workers.environments.processes import ProcessExecutor
 from kuberoll_workers.environments.registry import PlainSpec
@@ -41,6 +44,50 @@ class Servers:
     scope: str = ""
 
 
+class EnvironmentElsewhere(EnvironmentInterface):
+    """An environment on servers, for checks, rows and metrics.
+
+    Attributes:
+        hooks: Hooks of the environment.
+        digest: Digest of its code; None: unknown.
+    """
+
+    hooks: Hooks
+    digest: str | None
+
+
+class RemoteIsolation(Protocol):
+    """Environments on servers, `Remote` of the entry points `kuberoll.isolations`."""
+
+    def executor(
+        self,
+        spec: PlainSpec,
+        *,
+        processes: int,
+        timeout: float,
+        spare: int,
+        sandbox: Sandbox,
+        servers: Servers | None,
+    ) -> Executor:
+        """Create the executor of an environment; the arguments are those of `make_executor`."""
+        ...
+
+    def environment(self, name: str, servers: Servers, *, patience: float) -> EnvironmentElsewhere:
+        """Ask servers for an environment.
+
+        Args:
+            patience: Time to wait until one of them answers, in seconds.
+
+        Raises:
+            UnusableEnvironment: None answers, or the environment cannot be created there.
+        """
+        ...
+
+    def serve(self, channel: socket.socket) -> None:
+        """Serve an environment in a child process of a worker, which says over the channel what to serve."""
+        ...
+
+
 def make_executor(
     factory: EnvironmentFactory,
     *,
@@ -65,7 +112,14 @@ def make_executor(
     if isolation == "Remote":
         if not isinstance(factory, PlainSpec):
             raise TypeError("isolation Remote: the environment must be given as a registry.PlainSpec")
-        return _remote_executor(factory, processes, timeout, spare, sandbox or Sandbox(), servers)
+        return remote().executor(
+            factory,
+            processes=processes,
+            timeout=timeout,
+            spare=spare,
+            sandbox=sandbox or Sandbox(),
+            servers=servers,
+        )
     if isolation == "Process":
         if not isinstance(factory, PlainSpec):
             raise TypeError("isolation Process: the environment must be given as a registry.PlainSpec")
@@ -76,24 +130,11 @@ def make_executor(
     return InlineExecutor(environment, timeout=timeout, make=factory)
 
 
-def _remote_executor(
-    spec: PlainSpec, processes: int, timeout: float, spare: int, sandbox: Sandbox, servers: Servers | None
-) -> Executor:
-    # An HTTP client is a large part of what a worker imports, and other isolations need none.
-    from kuberoll_workers.environments.remote.addresses import UrlAddresses
-    from kuberoll_workers.environments.remote.child_server import ChildServer
-    from kuberoll_workers.environments.remote.executor import RemoteExecutor
+def remote() -> RemoteIsolation:
+    """Load isolation Remote.
 
-    repeats = spec.type != AGENT_TYPE
-    if servers is not None:
-        urls, token, scope = UrlAddresses(servers.urls), servers.token, servers.scope
-        return RemoteExecutor(urls, name=spec.name, timeout=timeout, token=token, scope=scope, repeats=repeats)
-    settings = {
-        "spec": dataclasses.asdict(spec),
-        "sandbox": dataclasses.asdict(sandbox),
-        "processes": processes,
-        "spare": spare,
-        "timeout": timeout,
-    }
-    child = ChildServer(settings, sandbox)
-    return RemoteExecutor(child, name=spec.name, timeout=timeout, token=child.token, owned=True, repeats=repeats)
+    Raises:
+        MissingPlugin: No installed package has it.
+    """
+    found: RemoteIsolation = plugins.load(plugins.ISOLATIONS, "Remote")
+    return found

@@ -129,7 +129,9 @@ def _become_environment(channel: int, printed: int, *, server: bool) -> None:
             # If memory runs out, the environment is killed before the worker.
             file.write("500")
         if server:
-            from kuberoll_workers.environments.serving import serve_channel as serve
+            from kuberoll_api import plugins
+
+            serve = plugins.load(plugins.ISOLATIONS, "Remote").serve
         else:
             from kuberoll_workers.environments.child import serve
         serve(socket.socket(fileno=channel))

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
 
 from kuberoll_api import plugins
 from kuberoll_api.model.environments import Environment
@@ -15,7 +14,7 @@ from kuberoll_api.policy_access import POLICY_VARIABLES
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EnvironmentInterface
-from kuberoll_workers.environments.isolation import Servers, make_executor
+from kuberoll_workers.environments.isolation import EnvironmentElsewhere, Servers, make_executor, remote
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
@@ -23,9 +22,6 @@ from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.served_models import ServedModel, service_variables
 from kuberoll_workers.rollouts.player import PlayerFactory
 from kuberoll_workers.worker.config import WorkerConfig
-
-if TYPE_CHECKING:
-    from kuberoll_workers.environments.remote.proxy import RemoteEnvironment
 
 # Servers in a cluster are started together with the first pod that asks for them.
 _START_PATIENCE = 300.0
@@ -68,13 +64,10 @@ def servers_of(spec: Environment, *, scope: str = "") -> Servers | None:
     )
 
 
-def _on_servers(spec: Environment, *, patience: float) -> RemoteEnvironment:
-    # An HTTP client is a large part of what a worker imports, and most jobs need none.
-    from kuberoll_workers.environments.remote.proxy import RemoteEnvironment
-
+def _on_servers(spec: Environment, *, patience: float) -> EnvironmentElsewhere:
     servers = servers_of(spec)
     assert servers is not None
-    return RemoteEnvironment(spec.name, servers.urls, token=servers.token, patience=patience)
+    return remote().environment(spec.name, servers, patience=patience)
 
 
 def remote_digests(job: RolloutJob) -> dict[str, str | None]:
@@ -84,7 +77,7 @@ def remote_digests(job: RolloutJob) -> dict[str, str | None]:
         UnusableEnvironment: No server of one answers.
     """
     return {
-        spec.name: _on_servers(spec, patience=_METRICS_PATIENCE).info.digest
+        spec.name: _on_servers(spec, patience=_METRICS_PATIENCE).digest
         for spec in job.spec.environments
         if is_elsewhere(spec)
     }
@@ -123,7 +116,7 @@ def check_environment(job: RolloutJob, name: str, *, protected: Sequence[str]) -
     """
     spec = next(spec for spec in job.spec.environments if spec.name == name)
     if is_elsewhere(spec):
-        return _on_servers(spec, patience=_START_PATIENCE).info.hooks
+        return _on_servers(spec, patience=_START_PATIENCE).hooks
     made = isolated_environment_factory(job, protected=protected)(name)
     return made.check() if isinstance(made, ProcessEnvironment) else Hooks.of(made)
 

@@ -10,7 +10,8 @@ from typing import Any, Final, TypeVar
 import orjson
 
 from kuberoll_workers.environments import messages
-from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
+from kuberoll_workers.environments.interface import ChatMessage, EnvironmentReturn, Metadata
+from kuberoll_workers.environments.isolation import EnvironmentElsewhere
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepRaised
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.remote import protocol
@@ -26,12 +27,8 @@ _NOT_SENT: Final = frozenset({"prompt_token_ids"})
 _Value = TypeVar("_Value")
 
 
-class RemoteEnvironment(EnvironmentInterface):
-    """Proxy of an environment on servers.
-
-    Attributes:
-        info: What the servers say about the environment.
-    """
+class RemoteEnvironment(EnvironmentElsewhere):
+    """Proxy of an environment on servers."""
 
     def __init__(self, name: str, urls: Sequence[str], *, token: str | None, patience: float) -> None:
         """Ask the servers for the environment.
@@ -47,14 +44,15 @@ class RemoteEnvironment(EnvironmentInterface):
         self._token = token
         self._patience = patience
         try:
-            self.info = self._answer("GET", "info", b"", lambda data: messages.decode_answer(data, protocol.Info))
+            info = self._answer("GET", "info", b"", lambda data: messages.decode_answer(data, protocol.Info))
         except EnvironmentFault as fault:
             raise UnusableEnvironment(f"environment {name!r}: {fault}", fault.traceback) from fault
-        if self.info.protocol != protocol.VERSION:
+        if info.protocol != protocol.VERSION:
             raise UnusableEnvironment(
-                f"environment {name!r}: its server speaks version {self.info.protocol} of the protocol; "
+                f"environment {name!r}: its server speaks version {info.protocol} of the protocol; "
                 f"this is {protocol.VERSION}"
             )
+        self.hooks, self.digest = info.hooks, info.digest
 
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
         """The environment's rows.

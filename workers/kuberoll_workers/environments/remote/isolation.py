@@ -1,0 +1,60 @@
+"""Isolation Remote: environments on servers, of this worker's own or elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+
+from kuberoll_api.model.environments import AGENT_TYPE
+from kuberoll_workers.environments.executor import Executor
+from kuberoll_workers.environments.isolation import EnvironmentElsewhere, Servers
+from kuberoll_workers.environments.registry import PlainSpec
+from kuberoll_workers.environments.sandbox import Sandbox
+
+
+class ServerIsolation:
+    """See `isolation.RemoteIsolation`. Imports what one of its methods needs: each is called in another process."""
+
+    def executor(
+        self,
+        spec: PlainSpec,
+        *,
+        processes: int,
+        timeout: float,
+        spare: int,
+        sandbox: Sandbox,
+        servers: Servers | None,
+    ) -> Executor:
+        """See `isolation.RemoteIsolation`."""
+        from kuberoll_workers.environments.remote.addresses import UrlAddresses
+        from kuberoll_workers.environments.remote.child_server import ChildServer
+        from kuberoll_workers.environments.remote.executor import RemoteExecutor
+
+        repeats = spec.type != AGENT_TYPE
+        if servers is not None:
+            urls, token, scope = UrlAddresses(servers.urls), servers.token, servers.scope
+            return RemoteExecutor(urls, name=spec.name, timeout=timeout, token=token, scope=scope, repeats=repeats)
+        settings = {
+            "spec": dataclasses.asdict(spec),
+            "sandbox": dataclasses.asdict(sandbox),
+            "processes": processes,
+            "spare": spare,
+            "timeout": timeout,
+        }
+        child = ChildServer(settings, sandbox)
+        return RemoteExecutor(child, name=spec.name, timeout=timeout, token=child.token, owned=True, repeats=repeats)
+
+    def environment(self, name: str, servers: Servers, *, patience: float) -> EnvironmentElsewhere:
+        """See `isolation.RemoteIsolation`."""
+        from kuberoll_workers.environments.remote.proxy import RemoteEnvironment
+
+        return RemoteEnvironment(name, servers.urls, token=servers.token, patience=patience)
+
+    def serve(self, channel: socket.socket) -> None:
+        """See `isolation.RemoteIsolation`."""
+        from kuberoll_workers.environments.remote.serving import serve_channel
+
+        serve_channel(channel)
+
+
+REMOTE = ServerIsolation()
