@@ -81,28 +81,44 @@ class Counting:
         return Made(files=[self.run.files.write("count.txt", text.encode())], summary=[f"counted {text}"])
 
 
+class Earlier(Counting):
+    after = ("later",)
+
+    def make(self, aggregates):
+        return Made()
+
+
+class Later(Earlier):
+    after = ("earlier",)
+
+
 class Raising(Counting):
     def offer(self, record):
         raise KeyError("of the plug-in")
 """
 
 
-def test_endings_of_other_packages_are_made_and_cost_no_other_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "package"
+def others(directory: Path, monkeypatch: pytest.MonkeyPatch, **classes: str) -> Path:
+    """A directory for a run, beside a package that registers these endings."""
+    package = directory / "package"
     metadata = package / "counts-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: counts\nVersion: 1.0\n")
-    named = "\n".join(
-        ("a_count = counts_of_runs:Counting", "absent = no_such_module:A", "bad = counts_of_runs:Raising")
-    )
+    named = "\n".join(f"{name} = {entrypoint}" for name, entrypoint in classes.items())
     (metadata / "entry_points.txt").write_text(f"[{plugins.ENDINGS}]\n{named}\n")
     (package / "counts_of_runs.py").write_text(f"from kuberoll_workers.analysis.endings import Made\n{OTHERS}")
     monkeypatch.syspath_prepend(str(package))
     monkeypatch.delitem(sys.modules, "counts_of_runs", raising=False)
-    run = tmp_path / "run"
+    run = directory / "run"
     run.mkdir()
+    return run
+
+
+def test_endings_of_other_packages_are_made_and_cost_no_other_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = {"a_count": "counts_of_runs:Counting", "absent": "no_such_module:A", "bad": "counts_of_runs:Raising"}
+    run = others(tmp_path, monkeypatch, **classes)
     end = ended(run, record(0), record(0, 1))
     assert {name: type(error) for name, error in end.failed_steps.items()} == {
         "absent": ModuleNotFoundError,
@@ -112,3 +128,10 @@ def test_endings_of_other_packages_are_made_and_cost_no_other_result(
     assert (run / "count.txt").read_text() == "2 of 2, True"
     assert "counted 2 of 2, True" in end.summary
     assert [Path(file).name for file in end.files][-2:] == ["report.html", "count.txt"]
+
+
+def test_endings_that_wait_for_each_other_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = others(tmp_path, monkeypatch, earlier="counts_of_runs:Earlier", later="counts_of_runs:Later")
+    end = ended(run, record(0), record(0, 1))
+    assert end.failed_steps == {}
+    assert {"earlier", "later", "report"} < set(end.seconds)

@@ -159,7 +159,12 @@ def _endings(run: EndedRun) -> dict[str, _Guarded]:
             makers[name], needs[name] = functools.partial(kind, run), set(kind.after)
         except Exception as error:
             makers[name], needs[name] = functools.partial(_raise, error), set()
-    order = graphlib.TopologicalSorter({name: after & makers.keys() for name, after in needs.items()}).static_order()
+    sorter = graphlib.TopologicalSorter({name: after & makers.keys() for name, after in needs.items()})
+    try:
+        order = list(sorter.static_order())
+    except graphlib.CycleError:
+        # Whichever is first then says what it lacks.
+        order = sorted(makers)
     return {name: _Guarded(makers[name]) for name in order}
 
 
