@@ -1,16 +1,16 @@
 # The images of KubeRoll; `make images` builds all three.
 #
-#   docker build --target operator -t kuberoll/operator:0.1.0 .
-#   docker build --target worker   -t kuberoll/worker:0.1.0 .
-#   docker build --target serve    -t kuberoll/generation:0.1.0 .                          # NVIDIA GPUs
-#   docker build --target serve    -t kuberoll/generation:0.1.0-cpu --build-arg ENGINE=cpu .
+#   docker build --target operator -t kuberoll/operator:0.2.0 .
+#   docker build --target worker   -t kuberoll/worker:0.2.0 .
+#   docker build --target serve    -t kuberoll/generation:0.2.0 .                          # NVIDIA GPUs
+#   docker build --target serve    -t kuberoll/generation:0.2.0-cpu --build-arg ENGINE=cpu .
 #
 # Any of docker, podman and buildah will do. docs/how-to/images.md: sizes, users, how to use your own environments' packages.
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
 # vLLM's own image: it has CUDA's libraries, and the C compiler that Triton's kernels are started with.
 ARG GPU_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
 ARG ENGINE=gpu
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 
 # ---- what the images have in common
 FROM ${PYTHON_IMAGE} AS base

@@ -122,3 +122,16 @@ def test_the_project_has_one_home() -> None:
     assert f"home: {home}\n" in (ROOT / "charts/kuberoll/Chart.yaml").read_text()
     sources = re.findall(r'image\.source="(.*)"', (ROOT / "Dockerfile").read_text())
     assert set(sources) == {home}
+
+
+def test_every_place_names_the_version() -> None:
+    chart = (ROOT / "charts/kuberoll/Chart.yaml").read_text()
+    assert re.findall(r'^(?:appV|v)ersion: "?([^"\n]+)', chart, flags=re.MULTILINE) == [PROJECT["version"]] * 2
+    pages = [
+        ROOT / "Dockerfile",
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("**/*.md"),
+        *(ROOT / "charts").glob("**/*.md"),
+    ]
+    shown = {tag for page in pages for tag in re.findall(r"kuberoll/\w+:(\d+\.\d+\.\d+)", page.read_text())}
+    assert shown == {PROJECT["version"]}

@@ -6,6 +6,7 @@ import base64
 import json
 import subprocess
 import sys
+import tomllib
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kuberoll_operator.settings import Settings
 from tests.charts.rendering import CHART, NAMESPACE, RELEASE, ROOT, notes, of_kind, one, rendered
 from tests.schemas import validate
 
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 MONITORED = {
     "operator": {"serviceMonitor": {"enabled": True, "additionalLabels": {"release": "prometheus"}}},
     "workers": {"podMonitor": {"enabled": True}},
@@ -122,7 +124,7 @@ def test_every_object_is_named_and_labelled_once(values: dict[str, Any]) -> None
             continue
         labels = item["metadata"]["labels"]
         assert labels["app.kubernetes.io/instance"] == RELEASE
-        assert labels["helm.sh/chart"] == "kuberoll-0.1.0"
+        assert labels["helm.sh/chart"] == f"kuberoll-{VERSION}"
         if "commonLabels" in values:
             assert labels["owner"] == "me"
 
@@ -206,11 +208,15 @@ def test_images() -> None:
         settings = Settings.from_environment({item["name"]: item.get("value", "") for item in container["env"]})
         return container["image"], settings.generation_image, settings.worker_image
 
-    assert images({}) == ("kuberoll/operator:0.1.0", "kuberoll/generation:0.1.0", "kuberoll/worker:0.1.0")
+    assert images({}) == (
+        f"kuberoll/operator:{VERSION}",
+        f"kuberoll/generation:{VERSION}",
+        f"kuberoll/worker:{VERSION}",
+    )
     assert images(MATRIX["images"]) == (
-        f"registry.example.com/kuberoll/operator:0.1.0@sha256:{'0' * 64}",
+        f"registry.example.com/kuberoll/operator:{VERSION}@sha256:{'0' * 64}",
         "mine/engine:1",
-        "registry.example.com/kuberoll/worker:0.1.0",
+        f"registry.example.com/kuberoll/worker:{VERSION}",
     )
 
 
