@@ -181,12 +181,18 @@ def test_jobs_of_different_namespaces_need_one_to_go_to(tmp_path: Path) -> None:
     assert run(file, "--print", "-n", "mine")[0] == 0
 
 
-def test_without_a_cluster_it_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("namespace", [None, "rollouts"])
+def test_without_a_cluster_it_says_where_it_looked(
+    namespace: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    code, _, error = run(write(tmp_path, manifest()))
+    job = manifest()
+    job["metadata"].pop("namespace", None)
+    code, _, error = run(write(tmp_path, job), *(() if namespace is None else ("-n", namespace)))
     assert code == 2
-    assert "KUBECONFIG" in error
+    assert "(looked at KUBECONFIG, the pod's service account, ~/.kube/config)" in error
+    assert ("set one with -n" in error) is (namespace is None)
 
 
 def test_the_operator_keeps_no_content_of_shipped_files() -> None:

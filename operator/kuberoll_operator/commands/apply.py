@@ -11,6 +11,7 @@ import click
 from kuberoll_api.manifest.loading import ManifestError, load_manifest
 from kuberoll_operator.console.connection import ClusterOptions, cluster_options, open_connection, run
 from kuberoll_operator.console.errors import ConsoleError
+from kuberoll_operator.kube.access import AccessError
 
 if TYPE_CHECKING:
     from kuberoll_api.manifest.loading import Manifest
@@ -61,7 +62,7 @@ def apply(
         if namespace is None:
             namespace = "default" if print_only else cluster.resolved_namespace()
         jobs = _jobs_of(loaded, manifest, namespace, include)
-    except (ManifestError, ConsoleError, OSError) as error:
+    except (ManifestError, ConsoleError, AccessError, OSError) as error:
         click.echo(str(error), err=True)
         sys.exit(2)
     others = [dict(document.value) for document in loaded.others]

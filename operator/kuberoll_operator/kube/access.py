@@ -16,6 +16,7 @@ from kubernetes.aio.client import Configuration
 
 _SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
 _SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_LOOKED = "looked at KUBECONFIG, the pod's service account, ~/.kube/config"
 
 
 class AccessError(Exception):
@@ -96,9 +97,7 @@ async def load_access(kubeconfig: Path | None = None, context: str | None = None
                     persist_config=False,
                 )
         except (config.ConfigException, OSError) as error:
-            raise AccessError(
-                f"no access to an API server: {error} (looked at KUBECONFIG, the pod's service account, ~/.kube/config)"
-            ) from error
+            raise AccessError(f"no access to an API server: {error} ({_LOOKED})") from error
         return configuration
 
     return Access(load, await load())
@@ -119,7 +118,9 @@ def default_namespace(context: str | None = None) -> str:
             return _SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
         found, current = config.list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
-        raise AccessError(f"no namespace is given, and there is no default: {error}; set one with -n") from error
+        raise AccessError(
+            f"no namespace is given, and there is no default: {error} ({_LOOKED}); set one with -n"
+        ) from error
     if context is not None:
         current = next((item for item in found if item["name"] == context), None)
         if current is None:
