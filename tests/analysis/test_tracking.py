@@ -15,6 +15,7 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis import tracking
 from kuberoll_workers.analysis.endings import EndingRefused
 from kuberoll_workers.analysis.tracking import check_tracking, log_run, run_id, scalars
+from kuberoll_workers.data.extras import installation
 from kuberoll_workers.output.parquet import write_parquet
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, RunManifest
 from kuberoll_workers.output.run_files import RunFiles
@@ -244,9 +245,10 @@ def test_a_tracker_that_never_answers_is_given_up() -> None:
 
 def test_a_missing_package_is_found_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(EndingRefused) as raised:
-        tracking._require_module("no_such_tracker", "no-such-tracker", "spec.output.tracking.wandb")
+        tracking._require_module("no_such_tracker", installation("wandb"), "spec.output.tracking.wandb")
     assert str(raised.value) == (
-        "spec.output.tracking.wandb: no_such_tracker is not installed: pip install no-such-tracker; or remove the field"
+        "spec.output.tracking.wandb: no_such_tracker is not installed: pip install 'kuberoll[tracking]'; or remove the "
+        "field"
     )
     untracked = job(tmp_path, wandb={"project": "p"}).model_copy(deep=True)
     spec = untracked.spec.model_copy(update={"output": untracked.spec.output.model_copy(update={"tracking": None})})
@@ -295,7 +297,7 @@ def test_databases_of_mlflow_need_their_packages(scheme: str, monkeypatch: pytes
     monkeypatch.setattr(tracking, "_require_module", lambda *given: needed.append(given))
     tracking._check_store(f"{scheme}://host/database")
     field = "spec.output.tracking.mlflow.trackingUri"
-    assert needed == [("sqlalchemy", "mlflow", field), ("alembic", "mlflow", field)]
+    assert needed == [("sqlalchemy", "pip install mlflow", field), ("alembic", "pip install mlflow", field)]
 
 
 def test_a_run_that_wandb_was_told_half_of_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

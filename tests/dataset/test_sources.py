@@ -253,7 +253,7 @@ def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
 
 
 def test_a_protocol_whose_package_is_missing_names_it(tmp_path: Path) -> None:
-    packages = {"gs": "gcsfs", "abfs": "adlfs", "oci": "ocifs", "dropbox": "dropboxdrivefs"}
+    packages = {"oci": "ocifs", "dropbox": "dropboxdrivefs"}
     missing = [scheme for scheme, package in packages.items() if importlib.util.find_spec(package) is None]
     if not missing:
         pytest.skip("all of them are installed")
@@ -436,7 +436,7 @@ def test_a_hub_dataset_that_is_not_there(offline: None, tmp_path: Path) -> None:
 def test_without_the_datasets_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     message = refusal(lambda: hub_rows(HuggingFaceSource(name="a/b"), tmp_path))
-    assert message.endswith("the package datasets is not installed here: pip install datasets")
+    assert message.endswith("the package datasets is not installed here: pip install 'kuberoll[huggingface]'")
 
 
 @pytest.mark.parametrize("number", [str(2**63), str(-(2**63) - 1), "123456789012345678901234", "9" * 5000])

@@ -72,6 +72,15 @@ def test_a_trainer_needs_little(run: WrittenRun) -> None:
     assert json.loads(done.stdout) == [6, 3, ["torch"]]
 
 
+def test_without_its_packages_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['numpy'] = None; import kuberoll.trainer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "ModuleNotFoundError: kuberoll.trainer needs numpy, which is not installed: pip install 'kuberoll[trainer]'\n"
+    )
+
+
 def test_without_pytorch_only_tensors_are_missing(run: WrittenRun) -> None:
     run.write(trajectory(0, 0), trajectory(0, 1))
     code = (

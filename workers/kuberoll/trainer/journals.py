@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
 from kuberoll.trainer.groups import NO_LINE, NOWHERE, Position
+from kuberoll_workers.data.extras import unusable_store
 from kuberoll_workers.data.record import RecordError, TrajectoryKey, TrajectoryRecord
 from kuberoll_workers.output.manifest import AGGREGATES
 from kuberoll_workers.output.parquet import read_rows
@@ -126,19 +127,15 @@ class _ObjectStore:
     immutable_parts = True
 
     def __init__(self, uri: str, seconds: float | None) -> None:
-        try:
-            import fsspec
-        except ImportError as error:
-            raise StorageError(f"{uri}: object stores need fsspec: pip install 'kuberoll[s3]', [gcs] or [azure]") from (
-                error
-            )
         self._uri = uri.rstrip("/")
         self.seconds = self.idle_seconds = REMOTE_SECONDS if seconds is None else seconds
         try:
+            from fsspec.core import url_to_fs
+
             # Others write to the store, so listings must not be cached.
-            self._fs, root = fsspec.core.url_to_fs(self._uri, use_listings_cache=False)
+            self._fs, root = url_to_fs(self._uri, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            raise StorageError(f"{uri}: {error}") from error
+            raise StorageError(f"{uri}: {unusable_store(uri, error)}") from error
         self._root = str(root).rstrip("/")
 
     def entries(self) -> list[Entry]:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from kuberoll_workers.data.extras import unusable_store
 from kuberoll_workers.data.weights.manifest import MANIFEST_FILE, directory_name, version_of_directory
 from kuberoll_workers.data.weights.tensors import sync
 
@@ -163,13 +164,13 @@ class ObjectLocation:
     """A folder of an object store, by fsspec."""
 
     def __init__(self, uri: str) -> None:
-        from fsspec.core import url_to_fs
-
         self._uri = uri.rstrip("/")
         try:
+            from fsspec.core import url_to_fs
+
             found: tuple[Any, str] = url_to_fs(self._uri)
         except (ImportError, ValueError) as error:
-            raise LocationError(f"{uri}: {error}") from error
+            raise LocationError(f"{uri}: {unusable_store(uri, error)}") from error
         self._filesystem, self._root = found[0], found[1].rstrip("/")
 
     def versions(self) -> list[int]:

@@ -28,6 +28,7 @@ from kuberoll_workers.analysis.export.nemo_gym_metrics import GymMetrics, logged
 from kuberoll_workers.analysis.export.samplings import with_sampling
 from kuberoll_workers.analysis.export.writers import json_line
 from kuberoll_workers.analysis.report.make import PAGE
+from kuberoll_workers.data.extras import installation
 from kuberoll_workers.data.plain import is_finite
 from kuberoll_workers.data.sampling import Distribution
 from kuberoll_workers.output.precedence import EndedRecord
@@ -93,16 +94,16 @@ def check_tracking(job: RolloutJob) -> None:
     if tracking is None:
         return
     if tracking.wandb is not None:
-        _require_module("wandb", "wandb", "spec.output.tracking.wandb")
+        _require_module("wandb", installation("wandb"), "spec.output.tracking.wandb")
         _check_login()
     if tracking.mlflow is not None:
-        _require_module("mlflow", "mlflow", "spec.output.tracking.mlflow")
+        _require_module("mlflow", installation("mlflow"), "spec.output.tracking.mlflow")
         _check_store(tracking.mlflow.tracking_uri)
 
 
-def _require_module(module: str, package: str, field: str) -> None:
+def _require_module(module: str, remedy: str, field: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise EndingRefused(f"{field}: {module} is not installed: pip install {package}; or remove the field")
+        raise EndingRefused(f"{field}: {module} is not installed: {remedy}; or remove the field")
 
 
 def _check_login() -> None:
@@ -126,7 +127,8 @@ def _check_store(uri: str) -> None:
     scheme = uri.partition(":")[0].partition("+")[0]
     if scheme in ("sqlite", "mysql", "postgresql", "mssql"):
         for module in ("sqlalchemy", "alembic"):
-            _require_module(module, "mlflow", field)
+            # The extra has the small distribution, which does without databases.
+            _require_module(module, "pip install mlflow", field)
     elif scheme not in ("http", "https", "databricks", "databricks-uc", "uc"):
         # A directory: whether that is still supported depends on MLflow's version.
         from mlflow import MlflowClient

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import orjson
 
 from kuberoll_api.model.dataset import HuggingFaceSource
+from kuberoll_workers.data.extras import installation, unusable_store
 from kuberoll_workers.dataset.rows import DatasetError, RowPosition
 
 if TYPE_CHECKING:
@@ -162,21 +163,11 @@ def _readable(where: str, uri: str, field: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DatasetError(f"{field}.uri: {where}: {error.strerror or 'No such file'}") from error
     except ImportError as error:
-        raise DatasetError(f"{field}.uri: {where}: {_missing_package(uri, error)}") from error
+        raise DatasetError(f"{field}.uri: {where}: {unusable_store(uri, error)}") from error
     except Exception as error:
         # Every store's library has its own errors: credentials, buckets, names, networks.
         reason = str(getattr(error, "strerror", None) or str(error) or repr(error)).replace(uri, where)
         raise DatasetError(f"{field}.uri: {where}: {reason}") from error
-
-
-def _missing_package(uri: str, error: ImportError) -> str:
-    from fsspec.registry import known_implementations
-
-    scheme = uri.partition("://")[0]
-    module = known_implementations.get(scheme, {}).get("class", "").partition(".")[0]
-    if module in ("", "fsspec"):
-        return str(error)
-    return f"{scheme}:// needs a package that is not installed here: pip install {module}"
 
 
 def _open(filesystem: AbstractFileSystem, path: str, uri: str, opened: contextlib.ExitStack) -> io.BufferedReader:
@@ -322,7 +313,8 @@ def hub_rows(source: HuggingFaceSource, base: Path, field: str = FIELD) -> Itera
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
-        raise DatasetError(f"{field}: the package datasets is not installed here: pip install datasets") from error
+        missing = f"the package datasets is not installed here: {installation('datasets')}"
+        raise DatasetError(f"{field}: {missing}") from error
     local = resolve_path(source.name, base)
     name = str(local) if local.is_dir() else source.name
     where = f"{source.name}:{source.split}["

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
 
+from kuberoll_workers.data.extras import unusable_store
 from kuberoll_workers.data.record import encode_line
 from kuberoll_workers.output.records import DROPPED, FAILURES
 from kuberoll_workers.output.storage import StorageError, open_storage
@@ -74,7 +75,7 @@ class Copies:
             # The run may continue, so listings must not be cached.
             self._fs, root = fsspec.core.url_to_fs(location.rstrip("/"), use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            raise StorageError(f"{location}: {error}") from error
+            raise StorageError(f"{location}: {unusable_store(location, error)}") from error
         self._root = str(root).rstrip("/")
 
     def files(self) -> list[RunFile]:

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from kuberoll_workers.data.extras import unusable_store
 from kuberoll_workers.output.journal import (
     FileJournal,
     Journal,
@@ -390,7 +391,7 @@ class ObjectStorage:
             # Others write to the store, too, so listings must not be cached.
             self._fs, root = fsspec.core.url_to_fs(self.location, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            raise StorageError(f"{uri}: {error}") from error
+            raise StorageError(f"{uri}: {unusable_store(uri, error)}") from error
         self._root = str(root).rstrip("/")
         self._me = uuid.uuid4().hex
         # Owner of the lock under which this process writes; None: of no run that is known here.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kuberoll_workers.data.extras import unusable_store
 from kuberoll_workers.data.model_cache.source import (
     ModelRefused,
     ModelUnavailable,
@@ -122,7 +123,9 @@ class BucketModel:
             raise ModelRefused(f"model {self.name}: there is no such directory ({error})") from error
         except PermissionError as error:
             raise ModelRefused(f"model {self.name}: this job may not read it: {_words(error)}") from error
-        except (ImportError, ValueError) as error:
+        except ImportError as error:
+            raise ModelRefused(f"model {self.name}: {unusable_store(self.name, error)}") from error
+        except ValueError as error:
             raise ModelRefused(f"model {self.name}: {_words(error)}") from error
         except OSError as error:
             if error.errno is not None and not isinstance(error, (ConnectionError, TimeoutError)):

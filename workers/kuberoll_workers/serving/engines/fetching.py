@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kuberoll_workers.data.extras import unusable_store
 from kuberoll_workers.data.weights.manifest import WeightsManifest
 from kuberoll_workers.serving.engines.interface import WeightsRefused
 from kuberoll_workers.serving.engines.restoring import Source, check_sizes, copy_of, restore, whole_copy
@@ -135,7 +136,7 @@ def _filesystem(uri: str) -> tuple[AbstractFileSystem, str]:
     try:
         found: tuple[Any, str] = url_to_fs(uri)
     except (ImportError, ValueError) as error:
-        raise WeightsRefused(f"{uri}: {error}") from error
+        raise WeightsRefused(f"{uri}: {unusable_store(uri, error)}") from error
     return found[0], found[1].rstrip("/")
 
 
