@@ -5,16 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+_REPLAY: Final = {
+    "admission": "NAME",
+    "attention-ns": "N",
+    "block-tokens": "N",
+    "chunked-prefill": "true",
+    "cold-start": "SECONDS",
+    "deaths-per-hour": "N",
+    "decode-us": "N",
+    "kv-cache-tokens": "N",
+    "margin": "N",
+    "max-num-batched-tokens": "N",
+    "max-num-seqs": "N",
+    "prefill-us": "N",
+    "prefix-caching": "true",
+    "request-ms": "N",
+    "routing": "NAME",
+    "scheduling": "NAME",
+    "seed": "N",
+    "step-ms": "N",
+    "weights-every": "SECONDS",
+    "weights-seconds": "SECONDS",
+    "window": "N",
+}
+_SYNTHESIZE: Final = {
+    **dict.fromkeys(("environment", "observation", "prompt", "response", "turns"), "DISTRIBUTION"),
+    **dict.fromkeys(("group-size", "most-tokens", "most-turns", "seed"), "N"),
+}
 _KUBECONFIG: Final = "set the variable KUBECONFIG to the file, as for kubectl"
 
 REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("apply", "--kubeconfig"): _KUBECONFIG,
-    ("bench replay", "--routing"): "write --set routing=NAME",
-    ("bench replay", "--seed"): "write --set seed=N",
-    ("bench synthesize", "--group-size"): "write --set group-size=N",
-    ("bench synthesize", "--response"): "write --set response=DISTRIBUTION",
-    ("bench synthesize", "--seed"): "write --set seed=N",
-    ("bench synthesize", "--turns"): "write --set turns=DISTRIBUTION",
+    **{("bench replay", f"--{name}"): f"write --set {name}={value}" for name, value in _REPLAY.items()},
+    ("bench replay", "--no-chunked-prefill"): "write --set chunked-prefill=false",
+    ("bench replay", "--no-prefix-caching"): "write --set prefix-caching=false",
+    **{("bench synthesize", f"--{name}"): f"write --set {name}={value}" for name, value in _SYNTHESIZE.items()},
     ("crd", "--reference"): "`kubectl explain rlj.spec` and docs/reference/rolloutjob.md have all fields",
     ("env new", "--directory"): "write the name as DIR/NAME",
     ("env play", "--max-turns"): "write --set spec.rollout.maxTurns=N with a manifest; otherwise there are 100 turns",

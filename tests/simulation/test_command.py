@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from kuberoll_workers.commands.bench import bench
+from kuberoll_api.removed_options import REMOVED
+from kuberoll_workers.commands.bench import _DRAWN, _REPLAYED, bench
 from kuberoll_workers.data.record import encode_line
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.simulation import virtual_loop
@@ -84,6 +87,12 @@ def test_mistakes_are_named(trace: Path, tmp_path: Path) -> None:
         refused = typed(*arguments)
         assert refused.exit_code == 2, refused.output
         assert message in refused.output
+
+
+@pytest.mark.parametrize(("command", "known"), [("replay", _REPLAYED), ("synthesize", _DRAWN)])
+def test_each_setting_was_an_option(command: str, known: Mapping[str, Any]) -> None:
+    said = [said for (of, _), said in REMOVED.items() if of == f"bench {command}"]
+    assert {words.removeprefix("write --set ").partition("=")[0] for words in said} == set(known)
 
 
 def test_a_replay_beyond_the_end_of_time_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
