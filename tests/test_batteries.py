@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from scripts import batteries
 from scripts.batteries import Battery, goes_with, leftovers, users_of
@@ -66,3 +72,27 @@ def test_a_path_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(batteries, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match=r"\[games\] names workers/games.py, which is not there"):
         batteries.batteries()
+
+
+# What extras bring by others, and what the environment of a trainer has.
+BROUGHT = {"accelerate": "trl", "httpx2": "mcp", "openai": "verifiers", "torch": "vllm"}
+TRAINERS = {"torch", "trl"}
+OWN = {"kuberoll", "kuberoll_api", "kuberoll_operator", "kuberoll_workers"}
+
+
+def test_what_a_battery_imports_is_brought_by_an_extra() -> None:
+    project = tomllib.loads((batteries.ROOT / "pyproject.toml").read_text())["project"]
+    extras = {extra: lines for extra, lines in project["optional-dependencies"].items() if extra not in ("dev", "docs")}
+    lines = [*project["dependencies"], *itertools.chain.from_iterable(extras.values())]
+    brought = {canonicalize_name(Requirement(line).name) for line in lines} | TRAINERS
+    there = packages_distributions()
+    # Of the standard library from Python 3.14 on.
+    own = OWN | sys.stdlib_module_names | {"compression"}
+    code = [batteries.ROOT / path for battery in batteries.batteries().values() for path in battery.code]
+    for file in itertools.chain.from_iterable([path] if path.is_file() else path.rglob("*.py") for path in code):
+        for line, imported in batteries.imports(file):
+            package = imported.partition(".")[0]
+            package = BROUGHT.get(package, package)
+            if package not in own:
+                distributions = {canonicalize_name(one) for one in (package, *there.get(package, ()))}
+                assert distributions & brought, f"{file}:{line} imports {imported}, which no extra brings"
