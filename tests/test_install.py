@@ -1,14 +1,22 @@
-"""The installation: uv with pip's settings, and pip where uv fails."""
+"""The installation: uv with pip's settings, pip where uv fails, and the wheel without extras."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from scripts.install import Installer, pip_settings, uv_environment, uv_options
 
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONFIGURATION = """
 [global]
 index-url = https://packages.example.com/simple
@@ -85,3 +93,89 @@ def test_a_failure_names_the_command(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_no_directory_has_is_not_asked_for_elsewhere() -> None:
     assert not Installer(None).install("no-such-package-anywhere", local=True)
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """Names of the distributions that these requirements install."""
+    names: set[str] = set()
+    for line in requirements:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            names |= {requirement.name, *closure(importlib.metadata.requires(requirement.name) or [])}
+    return names
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Directories for `sys.path` that have what the wheel without extras brings, and its metadata."""
+    site = tmp_path_factory.mktemp("site")
+    metadata = site / f"kuberoll-{PROJECT['version']}.dist-info"
+    metadata.mkdir(parents=True)
+    for name in closure(PROJECT["dependencies"]):
+        installed = importlib.metadata.distribution(name)
+        for top in {Path(str(file)).parts[0] for file in installed.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(str(installed.locate_file(top)))
+    lines = [f"Requires-Dist: {line}" for line in PROJECT["dependencies"]]
+    for extra, requirements in PROJECT["optional-dependencies"].items():
+        for line in requirements:
+            needed, _, marker = line.partition(" ; ")
+            condition = f"({marker}) and " if marker else ""
+            lines.append(f"Requires-Dist: {needed}; {condition}extra == '{extra}'")
+    head = ["Metadata-Version: 2.4", "Name: kuberoll", f"Version: {PROJECT['version']}"]
+    (metadata / "METADATA").write_text("\n".join([*head, *lines, ""]))
+    groups = PROJECT["entry-points"].items()
+    points = [line for group, items in groups for line in (f"[{group}]", *(f"{k} = {v}" for k, v in items.items()))]
+    (metadata / "entry_points.txt").write_text("\n".join([*points, ""]))
+    return [site, *(ROOT / source for source in ("crds", "operator", "workers"))]
+
+
+def command(bare: list[Path], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`kuberoll` where only what the wheel brings is installed."""
+    return subprocess.run(
+        [sys.executable, "-S", "-c", "from kuberoll_api.cli import main; main(prog_name='kuberoll')", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, bare))},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_validates(bare: list[Path]) -> None:
+    file = "examples/sliding-puzzle/rolloutjob.yaml"
+    done = command(bare, "validate", file)
+    assert (done.returncode, done.stdout) == (0, f"{file}: ok (RolloutJob sliding-puzzle)\n"), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (["run", "examples/sliding-puzzle/rolloutjob.yaml"], "workers"),
+        (["export", "runs/first", "--to", "trl"], "workers"),
+        (["env", "list"], "workers"),
+        (["get", "rlj/first"], "cluster"),
+        (["apply", "job.yaml"], "cluster"),
+        (["render", "job.yaml"], "operator"),
+    ],
+)
+def test_the_wheel_alone_names_the_extra_of_each_command(arguments: list[str], extra: str, bare: list[Path]) -> None:
+    done = command(bare, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        rf"`kuberoll {arguments[0]}` needs [\w-]+, which is not installed: pip install 'kuberoll\[{extra}\]'\n",
+        done.stderr,
+    )
+
+
+@pytest.mark.slow
+def test_the_help_of_the_wheel_alone_has_the_extra_of_every_other_command(bare: list[Path]) -> None:
+    done = command(bare, "--help")
+    assert done.returncode == 0
+    listed = dict(
+        re.findall(r"^  (\w+) +\(not installed: pip install 'kuberoll\[(\w+)\]'\)$", done.stdout, re.MULTILINE)
+    )
+    assert set(listed) == set(PROJECT["entry-points"]["kuberoll.commands"])
+    assert set(listed.values()) == {"cluster", "operator", "workers"}
