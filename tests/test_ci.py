@@ -135,3 +135,9 @@ def test_every_place_names_the_version() -> None:
     ]
     shown = {tag for page in pages for tag in re.findall(r"kuberoll/\w+:(\d+\.\d+\.\d+)", page.read_text())}
     assert shown == {PROJECT["version"]}
+
+
+def test_the_changelog_s_newest_version_is_this_one() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(PROJECT['version'])}\] - \d{{4}}-\d\d-\d\d", headings[1])
