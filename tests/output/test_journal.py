@@ -96,9 +96,9 @@ def test_no_failures_file_is_no_failures(tmp_path: Path) -> None:
     assert list(records.failures(DirectoryStorage(tmp_path))) == []
 
 
-async def test_a_full_disk_reaches_every_waiting_append(tmp_path: Path) -> None:
+async def test_a_full_disk_reaches_every_waiting_append(full_disk: Path) -> None:
     observed = Observed()
-    journal = FileJournal(Path("/dev/full"), seconds=observed)
+    journal = FileJournal(full_disk, seconds=observed)
     results = await asyncio.gather(*(journal.append(record(index)) for index in range(3)), return_exceptions=True)
     assert {type(result) for result in results} == {JournalBroken}
     assert observed.failures == 1
@@ -106,12 +106,12 @@ async def test_a_full_disk_reaches_every_waiting_append(tmp_path: Path) -> None:
         await journal.close()
 
 
-def test_a_failed_write_that_nobody_waits_for_is_reported_once() -> None:
+def test_a_failed_write_that_nobody_waits_for_is_reported_once(full_disk: Path) -> None:
     reports: list[object] = []
 
     async def write() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
-        journal = FileJournal(Path("/dev/full"), seconds=Observed())
+        journal = FileJournal(full_disk, seconds=Observed())
         journal.add(record(0))
         with pytest.raises(JournalBroken, match="No space left"):
             await journal.close()

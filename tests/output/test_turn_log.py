@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import TrajectoryKey, TurnRecord, encode_line
 from kuberoll_workers.output import turn_log
+from kuberoll_workers.output.journal import JournalBroken
 from kuberoll_workers.output.turn_log import TurnLog
 from tests.rollouts.fakes import until
 
@@ -237,16 +238,19 @@ def test_a_log_is_opened_while_another_shard_ends(tmp_path: Path, monkeypatch: p
     assert not directory.exists()
 
 
-async def test_a_log_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+async def test_a_log_that_cannot_be_written_says_so(tmp_path: Path, full_disk: Path) -> None:
     first = log(tmp_path)
     (tmp_path / "turns").mkdir()
-    (tmp_path / "turns" / "shard-00000-000001.jsonl").symlink_to("/dev/full")
+    (tmp_path / "turns" / "shard-00000-000001.jsonl").symlink_to(full_disk)
     await first.append(turn(4, 1))
     journal = first._journal
     assert journal is not None
     await until(lambda: journal.unwritten == 0)
     with pytest.raises(OSError, match=r"shard-00000-000001.*No space left"):
         await first.append(turn(4, 2))
+    # It holds the file's lock.
+    with pytest.raises(JournalBroken, match="No space left"):
+        await journal.close()
 
 
 @given(

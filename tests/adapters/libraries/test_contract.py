@@ -42,7 +42,7 @@ SERVED = {"mcp", "nemo_gym", "openenv"}
 
 
 def test_all_adapters_are_subjects() -> None:
-    assert SUBJECTS.keys() | SERVED == set(LIBRARIES)
+    assert SUBJECTS.keys() | SERVED >= set(LIBRARIES)
 
 
 @pytest.mark.slow
