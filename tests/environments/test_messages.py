@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +13,15 @@ from hypothesis import strategies as st
 from kuberoll_workers.environments import messages
 from kuberoll_workers.environments.batches import CloseBatch, GroupBatch, ResetBatch, StepBatch, StepItem
 from kuberoll_workers.environments.interface import Episode, EpisodeEnd, EpisodeStart, GroupMember
-from kuberoll_workers.environments.outcome import Outcomes, RowFault, StepInvalid, StepOutcome, StepTimedOut
+from kuberoll_workers.environments.outcome import (
+    EnvironmentFault,
+    Outcomes,
+    RowFault,
+    StepInvalid,
+    StepOutcome,
+    StepRaised,
+    StepTimedOut,
+)
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 CALLS = [{"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
@@ -71,23 +81,23 @@ def test_starts_are_read_as_they_were() -> None:
 
 @given(st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1), st.binary())
 def test_a_call_over_a_channel_names_its_method(method: str, request: bytes) -> None:
-    assert messages.read_call(messages.call_of(method, request)) == (method, request)
+    assert messages.unwrap_call(messages.wrap_call(method, request)) == (method, request)
 
 
 @given(st.binary())
 def test_an_answer_over_a_channel_is_an_answer_a_fault_or_refused(data: bytes) -> None:
-    assert messages.read_answer(messages.answered(data)) == data
-    with pytest.raises(StepTimedOut, match="late"):
-        messages.read_answer(messages.failed(StepTimedOut("late")))
+    assert messages.unwrap_answer(messages.wrap_answer(data)) == data
+    with pytest.raises(RowFault, match="bad"):
+        messages.unwrap_answer(messages.wrap_fault(RowFault("bad")))
     if not data.startswith((b"+", b"-")):
         with pytest.raises(messages.InvalidMessage):
-            messages.read_answer(data)
+            messages.unwrap_answer(data)
 
 
 @given(st.binary())
 def test_anything_else_in_place_of_a_fault_is_refused(data: bytes) -> None:
     with pytest.raises(messages.InvalidMessage):
-        messages.read_answer(b"-" + data)
+        messages.unwrap_answer(b"-" + data)
 
 
 NO_OBJECTS = [b"[1]", b"1", b'"a"', b"[" * 300 + b"]" * 300, b"1e999"]
@@ -101,3 +111,69 @@ def test_metadata_that_is_no_object_is_a_fault_of_its_trajectory(state: bytes) -
     assert good == StepOutcome("environment", "", None, None, 0.0, False, {}, None, ())
     with pytest.raises(messages.RequestRefused):
         messages.batch_of(b'{"steps":[{"log":[],"metadata":%s}]}' % state, "step")
+
+
+def test_a_process_never_says_of_itself_that_it_is_late() -> None:
+    with pytest.raises(StepRaised, match="late"):
+        messages.unwrap_answer(messages.wrap_fault(StepTimedOut("late")))
+    late = messages.encode(messages.fault_message(StepTimedOut("late")))
+    with pytest.raises(messages.InvalidMessage, match="late"):
+        messages.unwrap_answer(b"-" + late)
+    batch = StepBatch([StepItem([], None)])
+    answer = messages.answer_of(batch, Outcomes([StepTimedOut("late")], answered=False))
+    with pytest.raises(messages.InvalidMessage, match="late"):
+        messages.unwrap_results(messages.wrap_answer(answer), batch)
+    # A server says it of the process that it waited for.
+    assert isinstance(messages.decode_results(answer, batch)[0], StepTimedOut)
+
+
+@pytest.mark.parametrize("answer", [b"", b"{}x", b'{"outcomes":[]}', b"null"])
+def test_an_answer_to_another_request_ends_no_episode(answer: bytes) -> None:
+    end = CloseBatch([EpisodeEnd(id="a", metadata=None, reason="lost")])
+    with pytest.raises(messages.InvalidMessage, match="one to another request"):
+        messages.unwrap_results(messages.wrap_answer(answer), end)
+    assert messages.unwrap_results(messages.wrap_answer(messages.EMPTY), end) == [None]
+
+
+# What any program may write: bytes, JSON of any form, and answers with one value replaced.
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+)
+FIELDS = (
+    "role",
+    "content",
+    "metadata",
+    "stop_strings",
+    "reward",
+    "reward_parts",
+    "terminated",
+    "answer",
+    "messages",
+    "fault",
+)
+ANSWERS = (
+    st.binary()
+    | VALUES.map(lambda value: json.dumps(value).encode())
+    | st.builds(
+        lambda name, value: json.dumps({"outcomes": [{name: value}], "starts": [{name: value}]}).encode(),
+        st.sampled_from(FIELDS),
+        VALUES,
+    )
+    | VALUES.map(lambda value: json.dumps({"rows": [value], "metrics": value}).encode())
+    | st.integers(1, 2000).map(lambda depth: b'{"metrics":{"a":' + b"[" * depth + b"]" * depth + b"}}")
+)
+
+
+@given(ANSWERS, st.sampled_from([b"+", b"-", b""]))
+def test_whatever_a_process_writes_is_an_answer_a_fault_or_a_violation(data: bytes, mark: bytes) -> None:
+    step, reset = StepBatch([StepItem([], None)]), ResetBatch([EPISODE])
+    for batch in (step, reset):
+        try:
+            [result] = messages.unwrap_results(mark + data, batch)
+        except (messages.InvalidMessage, EnvironmentFault):
+            continue
+        assert isinstance(result, StepOutcome | EpisodeStart | EnvironmentFault)
+    for read in (messages.decode_rows, messages.decode_metrics):
+        with contextlib.suppress(messages.InvalidMessage):
+            read(data)

@@ -85,7 +85,7 @@ async def test_an_episode_from_its_reset_to_its_close(tmp_path: Path) -> None:
         }
         state = started["starts"][0]["metadata"]
         _, stepped = await post(url, "/v1/step", {"steps": [{"log": LOG, "metadata": state, "episode": "a"}]})
-        assert stepped == {"outcomes": [{"content": "step 1", "reward": 1.0}]}
+        assert stepped == {"outcomes": [{"role": "environment", "content": "step 1", "reward": 1.0}]}
         assert await post(url, "/v1/close", {"ends": [{"id": "a", "reason": "failed", "metadata": state}]}) == (200, {})
     assert [event.method for event in events_in(tmp_path)] == ["reset", "step", "close", "shutdown"]
 

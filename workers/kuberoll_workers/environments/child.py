@@ -40,18 +40,18 @@ def serve(end: socket.socket) -> None:
     """Answer requests until the channel is closed."""
     channel = Answerer(end)
     call, body = channel.receive()
-    start = messages.decode_request(messages.read_call(body)[1], messages.CreateRequest)
+    start = messages.decode_request(messages.unwrap_call(body)[1], messages.CreateRequest)
     stack = os.open(f"{start.scratch}/{STACK_FILE}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     try:
         environment = _make(start)
         served = ServedEnvironment(environment)
     except BaseException as error:
-        channel.answer(call, messages.failed(_creation_failure(error)))
+        channel.answer(call, messages.wrap_fault(_creation_failure(error)))
         return
-    channel.answer(call, messages.answered(messages.encode(messages.CreateAnswer(served.hooks))))
+    channel.answer(call, messages.wrap_answer(messages.encode(messages.CreateAnswer(served.hooks))))
     # Bound to local names, which the environment cannot replace.
-    receive, answer, read, answer_to = channel.receive, channel.answer, messages.read_call, served.answer
+    receive, answer, read, answer_to = channel.receive, channel.answer, messages.unwrap_call, served.answer
     while True:
         call, body = receive()
         answer(call, answer_to(*read(body)))
@@ -73,21 +73,21 @@ class ServedEnvironment:
                 case messages.SHUTDOWN:
                     if self.hooks.shutdown:
                         awaited(self._environment.shutdown())
-                    return messages.answered(messages.EMPTY)
+                    return messages.wrap_answer(messages.EMPTY)
                 case messages.GENERATE_DATASET:
                     self._rows = self._generated(messages.decode_request(request, messages.RowsRequest))
-                    return messages.answered(next(self._rows))
+                    return messages.wrap_answer(next(self._rows))
                 case messages.MORE_ROWS:
                     method = messages.GENERATE_DATASET
-                    return messages.answered(next(self._rows))
+                    return messages.wrap_answer(next(self._rows))
                 case messages.POST_PROCESS:
                     method = "global_post_process_and_metrics"
-                    return messages.answered(self._metrics(request))
+                    return messages.wrap_answer(self._metrics(request))
             batch = messages.batch_of(request, method)
             results = self._run(batch) if self.hooks.stateful else _call(self._environment, batch)
-            return messages.answered(messages.answer_of(batch, results))
+            return messages.wrap_answer(messages.answer_of(batch, results))
         except BaseException as error:
-            return messages.failed(fault_of(error, method))
+            return messages.wrap_fault(fault_of(error, method))
 
     def _metrics(self, request: bytes) -> bytes:
         columns = orjson.loads(bytes(messages.decode_request(request, messages.PostProcessRequest).columns))

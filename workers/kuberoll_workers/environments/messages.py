@@ -67,6 +67,10 @@ _FAULTS: Final[dict[FaultKind, type[EnvironmentFault]]] = {
 }
 
 
+# Anybody can nest lists deeper than Python's stack.
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
 class InvalidMessage(ValueError):
     """What was received is no answer; the sender must not be used any more."""
 
@@ -119,7 +123,8 @@ class StepRequest(msgspec.Struct):
 class Outcome(msgspec.Struct, omit_defaults=True):
     """A `StepOutcome`, or the fault of this trajectory alone."""
 
-    role: str = "environment"
+    # `environment` where it is left out. It is written with every outcome, and with no fault.
+    role: str | msgspec.UnsetType = msgspec.UNSET
     content: str = ""
     metadata: msgspec.Raw = NULL
     stop_strings: list[str] | None = None
@@ -271,7 +276,7 @@ def decode_request(data: bytes, kind: type[_Message]) -> _Message:
     """
     try:
         return _decoder(kind).decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise RequestRefused(f"the body is not a {kind.__name__}: {error}") from error
 
 
@@ -283,7 +288,7 @@ def decode_answer(data: bytes, kind: type[_Message]) -> _Message:
     """
     try:
         return _decoder(kind).decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise InvalidMessage(f"its answer is invalid: {error}") from error
 
 
@@ -380,7 +385,11 @@ def decode_metrics(data: bytes) -> bytes:
         InvalidMessage: They are none.
     """
     text = bytes(decode_answer(data, PostProcessAnswer).metrics)
-    if not isinstance(orjson.loads(text), dict):
+    try:
+        found = orjson.loads(text)
+    except ValueError as error:
+        raise InvalidMessage(f"its metrics are not JSON: {error}") from error
+    if not isinstance(found, dict):
         raise InvalidMessage("its metrics are not an object")
     return text
 
@@ -400,39 +409,73 @@ def decode_fault(data: bytes) -> EnvironmentFault:
     return _fault(decode_answer(data, Fault))
 
 
-def call_of(method: str, request: bytes = EMPTY) -> bytes:
+def wrap_call(method: str, request: bytes = EMPTY) -> bytes:
     """A call over a channel: over HTTP the path names the method."""
     return b"%s\n%s" % (method.encode(), request)
 
 
-def read_call(data: bytes) -> tuple[str, bytes]:
+def unwrap_call(data: bytes) -> tuple[str, bytes]:
     """Method and request of a call over a channel."""
     method, _, request = data.partition(b"\n")
     return method.decode(), request
 
 
-def answered(answer: bytes) -> bytes:
+def wrap_answer(answer: bytes) -> bytes:
     """An answer over a channel: over HTTP the status tells it from a fault."""
     return b"+" + answer
 
 
-def failed(fault: EnvironmentFault) -> bytes:
+def wrap_fault(fault: EnvironmentFault) -> bytes:
     """A fault as the end of a call over a channel."""
-    return b"-" + encode(fault_message(fault))
+    # Only who waits for a process says that it is late.
+    raised = StepRaised(str(fault), fault.traceback) if isinstance(fault, StepTimedOut) else fault
+    return b"-" + encode(fault_message(raised))
 
 
-def read_answer(data: bytes) -> bytes:
+def unwrap_answer(data: bytes) -> bytes:
     """The answer to a call over a channel.
 
     Raises:
         EnvironmentFault: The call has failed.
-        InvalidMessage: It is neither an answer nor a fault.
+        InvalidMessage: It is neither an answer nor a fault that a process may have.
     """
     if data.startswith(b"-"):
-        raise decode_fault(data[1:])
+        raise _of_process(decode_fault(data[1:]))
     if not data.startswith(b"+"):
         raise InvalidMessage("it has sent neither an answer nor a fault")
     return data[1:]
+
+
+def unwrap_results(data: bytes, batch: AnyBatch) -> Sequence[Any]:
+    """The results of a batch that was called over a channel, as in `decode_results`.
+
+    Raises:
+        EnvironmentFault, InvalidMessage: As `unwrap_answer` does, or it is not a valid answer to the batch.
+    """
+    if isinstance(batch, CloseBatch):
+        unwrap_empty(data)
+    results = decode_results(unwrap_answer(data), batch)
+    for result in results:
+        if isinstance(result, EnvironmentFault):
+            _of_process(result)
+    return results
+
+
+def unwrap_empty(data: bytes) -> None:
+    """Check an answer over a channel that says no more than that it is one.
+
+    Raises:
+        EnvironmentFault, InvalidMessage: As `unwrap_answer` does, or it says more.
+    """
+    if unwrap_answer(data) != EMPTY:
+        raise InvalidMessage("its answer is one to another request")
+
+
+def _of_process(fault: EnvironmentFault) -> EnvironmentFault:
+    """The fault that a process has sent, which cannot know that it is late."""
+    if isinstance(fault, StepTimedOut):
+        raise InvalidMessage("it says of itself that it is late")
+    return fault
 
 
 def raw(text: bytes) -> msgspec.Raw:
@@ -472,7 +515,7 @@ def _received(item: Outcome) -> StepOutcome | EnvironmentFault:
         return _fault(item.fault)
     try:
         outcome = StepOutcome(
-            role=item.role,
+            role="environment" if item.role is msgspec.UNSET else item.role,
             content=item.content,
             metadata=_state(item.metadata),
             stop_strings=tuple(item.stop_strings) if item.stop_strings else None,

@@ -110,7 +110,7 @@ class ProcessExecutor:
         """
         arguments: Any = batch
         try:
-            message = messages.call_of(batch.method, messages.request_of(arguments))
+            message = messages.wrap_call(batch.method, messages.request_of(arguments))
         except (TypeError, UnicodeEncodeError) as error:
             raise StepRaised(
                 f"{batch.method} could not be sent to the process: its inputs are not plain data: {error}"
@@ -145,7 +145,7 @@ class ProcessExecutor:
         try:
             async with asyncio.timeout(seconds):
                 answer = await process.channel.ask(message)
-            results = messages.decode_results(messages.read_answer(answer), batch)
+            results = messages.unwrap_results(answer, batch)
             whole = True
             return results
         except EnvironmentFault:
@@ -306,7 +306,7 @@ class _Process:
 
     def first_message(self, spec: PlainSpec, files: Sandbox) -> bytes:
         """The message that creates the environment."""
-        return messages.call_of(
+        return messages.wrap_call(
             messages.CREATE,
             messages.encode(
                 messages.CreateRequest(
@@ -391,10 +391,10 @@ class ProcessEnvironment(EnvironmentInterface):
         with self._process() as (process, _):
             try:
                 request = messages.encode(messages.RowsRequest(count, seed))
-                answer = process.ask_now(messages.call_of(messages.GENERATE_DATASET, request))
-                while rows := messages.decode_rows(messages.read_answer(answer)):
+                answer = process.ask_now(messages.wrap_call(messages.GENERATE_DATASET, request))
+                while rows := messages.decode_rows(messages.unwrap_answer(answer)):
                     yield from rows
-                    answer = process.ask_now(messages.call_of(messages.MORE_ROWS))
+                    answer = process.ask_now(messages.wrap_call(messages.MORE_ROWS))
             except TimeoutError as error:
                 raise StepTimedOut(f"generate_dataset made no row for {START_SECONDS:g} s") from error
             except (EOFError, OSError, messages.InvalidMessage) as error:
@@ -411,8 +411,8 @@ class ProcessEnvironment(EnvironmentInterface):
         with self._process() as (process, _):
             try:
                 request = messages.encode(messages.PostProcessRequest(messages.raw(columns)))
-                answer = process.ask_now(messages.call_of(messages.POST_PROCESS, request))
-                return messages.decode_metrics(messages.read_answer(answer))
+                answer = process.ask_now(messages.wrap_call(messages.POST_PROCESS, request))
+                return messages.decode_metrics(messages.unwrap_answer(answer))
             except TimeoutError as error:
                 raise StepTimedOut(f"{method} took longer than {START_SECONDS:g} s") from error
             except (EOFError, OSError, messages.InvalidMessage) as error:
@@ -444,13 +444,13 @@ class ProcessEnvironment(EnvironmentInterface):
 
 
 def _hooks_in(answer: bytes) -> Hooks:
-    return messages.decode_answer(messages.read_answer(answer), messages.CreateAnswer).hooks
+    return messages.decode_answer(messages.unwrap_answer(answer), messages.CreateAnswer).hooks
 
 
 async def _shut_down(process: _Process) -> None:
     try:
         async with asyncio.timeout(SHUTDOWN_SECONDS):
-            messages.read_answer(await process.channel.ask(messages.call_of(messages.SHUTDOWN)))
+            messages.unwrap_empty(await process.channel.ask(messages.wrap_call(messages.SHUTDOWN)))
     except (EnvironmentFault, EOFError, OSError, messages.InvalidMessage) as error:
         # Of no consequence for the trajectories; a TimeoutError is an OSError.
         late = isinstance(error, TimeoutError)
