@@ -71,10 +71,10 @@ bench: install-dev ## Measure what the project watches, in some ten minutes; COM
 
 crd: install-dev ## Make from the model: the CRD, the reference of its fields, the chart's schema and tables.
 	$(BIN)/kuberoll crd > crds/rolloutjobs.kuberoll.io.yaml
-	$(BIN)/python scripts/reference.py
-	$(BIN)/python scripts/chart.py
-	$(BIN)/python scripts/dashboards.py
-	$(BIN)/python scripts/metrics.py
+	$(BIN)/python -m scripts.reference
+	$(BIN)/python -m scripts.chart
+	$(BIN)/python -m scripts.dashboards
+	$(BIN)/python -m scripts.metrics
 
 images: ## Build the three images with BUILDER=docker (podman, buildah), for ENGINE=gpu (cpu): docs/how-to/images.md.
 	$(BUILD) --target operator -t $(REGISTRY)/kuberoll/operator:$(TAG) .

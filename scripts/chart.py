@@ -1,6 +1,6 @@
 """Makes of the chart's values.yaml, with its comments, the table in its README and values.schema.json.
 
-    python scripts/chart.py [--check]
+    python -m scripts.chart [--check]
 
 Also copies the CRD and the alerts into the chart. With --check nothing is written, and the exit code is 1 where a file
 is stale.
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from ruamel.yaml import YAML
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+from scripts.generated import ROOT, write_or_check
+
 CHART: Final = ROOT / "charts" / "kuberoll"
 CRD: Final = "rolloutjobs.kuberoll.io.yaml"
 ALERTS: Final = ROOT / "workers" / "kuberoll_workers" / "monitor" / "alerts.yaml"
@@ -160,13 +160,7 @@ def files() -> dict[Path, str]:
 
 def main() -> None:
     """The command's entry point."""
-    stale = [path for path, text in files().items() if not path.is_file() or path.read_text() != text]
-    if "--check" in sys.argv[1:]:
-        for path in stale:
-            print(f"{path.relative_to(ROOT)} is stale: run make crd")
-        sys.exit(bool(stale))
-    for path in stale:
-        path.write_text(files()[path])
+    write_or_check(files())
 
 
 if __name__ == "__main__":

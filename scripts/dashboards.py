@@ -5,7 +5,6 @@ Every query is written once, here; `tests/monitoring` runs each of them against 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+from scripts.generated import ROOT, write_or_check
+
 OUTPUT: Final = ROOT / "charts" / "kuberoll" / "files" / "dashboards"
 
 JOB: Final = 'namespace=~"$namespace", rolloutjob=~"$job"'
@@ -940,14 +940,7 @@ def files() -> dict[Path, str]:
 
 def main() -> None:
     """The command's entry point."""
-    made = files()
-    stale = [path for path, text in made.items() if not path.is_file() or path.read_text() != text]
-    if "--check" in sys.argv[1:]:
-        for path in stale:
-            print(f"{path.relative_to(ROOT)} is stale: run make crd")
-        sys.exit(bool(stale))
-    for path in stale:
-        path.write_text(made[path])
+    write_or_check(files())
 
 
 if __name__ == "__main__":

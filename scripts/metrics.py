@@ -1,22 +1,20 @@
 """Makes docs/reference/metrics.md, the reference of all metrics, of their definitions.
 
-    python scripts/metrics.py [--check]
+    python -m scripts.metrics [--check]
 
 With --check nothing is written, and the exit code is 1 where the file is stale.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Final
 
 from kuberoll_api.metrics import LABELS, Histogram, Metric, MetricGroup
 from kuberoll_operator import metric_definitions as operator
 from kuberoll_workers.telemetry import definitions as workers
+from scripts.generated import ROOT, write_or_check
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 OUTPUT: Final = ROOT / "docs" / "reference" / "metrics.md"
 
 _HEAD = """\
@@ -85,14 +83,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def main() -> None:
     """The command's entry point."""
-    text = reference()
-    stale = not OUTPUT.is_file() or OUTPUT.read_text() != text
-    if "--check" in sys.argv[1:]:
-        if stale:
-            print(f"{OUTPUT.relative_to(ROOT)} is stale: run make crd")
-        sys.exit(stale)
-    if stale:
-        OUTPUT.write_text(text)
+    write_or_check({OUTPUT: reference()})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Makes docs/reference/rolloutjob.md, the reference of a RolloutJob's fields, of the CRD's schema.
 
-    python scripts/reference.py [--check]
+    python -m scripts.reference [--check]
 
 With --check nothing is written, and the exit code is 1 where the file is stale.
 """
@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 from kuberoll_api.schema.common import COMMON
 from kuberoll_api.schema.crd import schema
 from kuberoll_api.schema.lookup import in_words
 from kuberoll_api.schema.rules import AT_ANY_TIME, ONLY_SUSPENDED
+from scripts.generated import ROOT, write_or_check
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 OUTPUT: Final = ROOT / "docs" / "reference" / "rolloutjob.md"
 
 Schema = dict[str, Any]
@@ -152,14 +150,7 @@ def _cell(text: str) -> str:
 
 def main() -> None:
     """The command's entry point."""
-    text = page()
-    stale = not OUTPUT.is_file() or OUTPUT.read_text() != text
-    if "--check" in sys.argv[1:]:
-        if stale:
-            print(f"{OUTPUT.relative_to(ROOT)} is stale: run make crd")
-        sys.exit(stale)
-    if stale:
-        OUTPUT.write_text(text)
+    write_or_check({OUTPUT: page()})
 
 
 if __name__ == "__main__":

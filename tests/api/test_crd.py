@@ -52,7 +52,7 @@ def test_the_file_is_as_the_model_is() -> None:
 
 def test_the_reference_is_as_the_model_is() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "reference.py", "--check"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "scripts.reference", "--check"], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (done.returncode, done.stdout) == (0, "")
 

@@ -95,9 +95,9 @@ def values(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
 
-@pytest.mark.parametrize("script", ["chart.py", "dashboards.py"])
+@pytest.mark.parametrize("script", ["scripts.chart", "scripts.dashboards"])
 def test_what_is_made_is_there(script: str) -> None:
-    done = subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", script, "--check"], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "")
 
 

@@ -121,6 +121,6 @@ def test_dashboards_and_alerts_name_what_is_defined(file: str) -> None:
 
 def test_the_reference_is_not_stale() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "metrics.py", "--check"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "scripts.metrics", "--check"], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout + done.stderr
