@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kuberoll_api import plugins
 from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryRecord, TurnRecord
 from kuberoll_workers.environments.isolation import Servers, make_executor
 from kuberoll_workers.environments.registry import PlainSpec
@@ -27,7 +26,7 @@ from tests.environments.episodic import events_in, unclosed
 from tests.environments.remote.servers import rooms
 from tests.rollouts.fakes import ScriptedPolicy, rollout_of, sample
 
-ISOLATIONS = ("Inline", "Process", *plugins.installed(plugins.ISOLATIONS))
+ISOLATIONS = ("Inline", "Process", "Remote")
 
 
 def spec_of(name: str, directory: Path) -> PlainSpec:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from kuberoll_api.model.environments import LibraryEnvironment
 from kuberoll_workers.authoring import check_environment
-from kuberoll_workers.environments import LIBRARIES
 
 LAKE = {
     "id": "FrozenLake-v1",
@@ -42,7 +42,7 @@ SERVED = {"mcp", "nemo_gym", "openenv"}
 
 
 def test_all_adapters_are_subjects() -> None:
-    assert SUBJECTS.keys() | SERVED >= set(LIBRARIES)
+    assert SUBJECTS.keys() | SERVED == set(get_args(LibraryEnvironment))
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from ruamel.yaml import YAML
 
+from kuberoll_api.model.environments import LibraryEnvironment
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.environments import LIBRARIES, create
+from kuberoll_workers.environments import create
 
 MANIFESTS = sorted((Path(__file__).parents[3] / "examples" / "environments").glob("*.yaml"))
 
@@ -27,4 +29,4 @@ def test_the_environments_of_an_example_can_be_made(manifest: Path) -> None:
 
 
 def test_each_adapter_has_an_example() -> None:
-    assert {path.stem for path in MANIFESTS} >= {name.replace("_", "-") for name in LIBRARIES}
+    assert {path.stem for path in MANIFESTS} == {name.replace("_", "-") for name in get_args(LibraryEnvironment)}
