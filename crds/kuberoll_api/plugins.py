@@ -78,9 +78,14 @@ def load(group: str, name: str) -> Any:
         ImportError: It needs what is not installed.
     """
     if (found := find(group, name)) is None:
-        known = ", ".join(installed(group)) or "none"
-        raise MissingPlugin(
-            f"no installed package registers {name!r} under {group}; known ones are {known}. In a checkout, install "
-            "KubeRoll again when pyproject.toml has changed"
-        )
+        raise MissingPlugin(absence(group, name))
     return found.load()
+
+
+def absence(group: str, name: str) -> str:
+    """Say that nothing is registered under a name, what is, and what to do."""
+    known = ", ".join(installed(group)) or "none"
+    return (
+        f"no installed package registers {name!r} under {group}; known ones are {known}. In a checkout, install "
+        "KubeRoll again when pyproject.toml has changed"
+    )

@@ -3,9 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tomllib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -27,8 +25,6 @@ from kuberoll_workers.environments import (
     resolve,
 )
 from tests.environments.support import CONFIGS
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -60,10 +56,19 @@ class BrokenEnvironment(DuckEnvironment):
 
 
 def test_manifests_may_name_the_built_ins_and_no_others() -> None:
-    registered = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][plugins.ENVIRONMENTS]
-    types = {*get_args(BuiltInEnvironment), *get_args(LibraryEnvironment)}
-    assert set(registered) == {*types, AGENT_TYPE, GYM_AGENT_TYPE}
-    assert {*BUILT_INS, *LIBRARIES} == types & set(plugins.installed(plugins.ENVIRONMENTS))
+    assert set(get_args(BuiltInEnvironment)) == set(BUILT_INS)
+    assert set(get_args(LibraryEnvironment)) == set(LIBRARIES)
+    assert {*BUILT_INS, *LIBRARIES, AGENT_TYPE, GYM_AGENT_TYPE} == set(plugins.installed(plugins.ENVIRONMENTS))
+
+
+@pytest.mark.parametrize("name", ["sliding_puzzle", "nemo_gym", AGENT_TYPE])
+def test_a_type_that_no_installed_package_has_says_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a checkout that was not installed again after a change."""
+    monkeypatch.setattr(plugins, "find", lambda group, name: None)
+    with pytest.raises(
+        UnusableEnvironment, match=rf"no installed package registers '{name}' .* install KubeRoll again"
+    ):
+        create(Spec(type=name))
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_INS))

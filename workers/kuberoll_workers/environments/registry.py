@@ -14,12 +14,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast, get_args
 
 from kuberoll_api import plugins
-from kuberoll_api.model.environments import BuiltInEnvironment, Environment, LibraryEnvironment
+from kuberoll_api.model.environments import (
+    AGENT_TYPE,
+    GYM_AGENT_TYPE,
+    BuiltInEnvironment,
+    Environment,
+    LibraryEnvironment,
+)
 from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.hooks import Hooks, InvalidRecovery
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.ray_classes import is_ray_class, plain_class, start_ray, uses_ray
+
+_TYPES = frozenset({*get_args(BuiltInEnvironment), *get_args(LibraryEnvironment), AGENT_TYPE, GYM_AGENT_TYPE})
 
 
 def _registered(types: Iterable[str]) -> tuple[str, ...]:
@@ -107,6 +115,8 @@ def resolve(*, type: str | None = None, entrypoint: str | None = None) -> Enviro
         raise UnusableEnvironment("set exactly one of type (a built-in) and entrypoint (package.module:Class)")
     if type is not None:
         entrypoint = entrypoint_of(type)
+        if entrypoint is None and type in _TYPES:
+            raise UnusableEnvironment(f"type: {plugins.absence(plugins.ENVIRONMENTS, type)}")
         if entrypoint is None:
             raise UnusableEnvironment(
                 f"type: there is no built-in environment {type!r}{_did_you_mean(type, [*BUILT_INS, *LIBRARIES])}; "
