@@ -78,14 +78,14 @@ class Counting:
     def make(self, aggregates):
         page = self.run.files.location + "/report.html"
         text = f"{self.records} of {aggregates.trajectories}, {len(open(page).read()) > 1000}"
-        return Made(files=[self.run.files.write("count.txt", text.encode())], summary=[f"counted {text}"])
+        return EndingResult(files=[self.run.files.write("count.txt", text.encode())], summary=[f"counted {text}"])
 
 
 class Earlier(Counting):
     after = ("later",)
 
     def make(self, aggregates):
-        return Made()
+        return EndingResult()
 
 
 class Later(Earlier):
@@ -106,7 +106,7 @@ def others(directory: Path, monkeypatch: pytest.MonkeyPatch, **classes: str) -> 
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: counts\nVersion: 1.0\n")
     named = "\n".join(f"{name} = {entrypoint}" for name, entrypoint in classes.items())
     (metadata / "entry_points.txt").write_text(f"[{plugins.ENDINGS}]\n{named}\n")
-    (package / "counts_of_runs.py").write_text(f"from kuberoll_workers.analysis.endings import Made\n{OTHERS}")
+    (package / "counts_of_runs.py").write_text(f"from kuberoll_workers.analysis.endings import EndingResult\n{OTHERS}")
     monkeypatch.syspath_prepend(str(package))
     monkeypatch.delitem(sys.modules, "counts_of_runs", raising=False)
     run = directory / "run"
@@ -135,3 +135,15 @@ def test_endings_that_wait_for_each_other_are_made(tmp_path: Path, monkeypatch: 
     end = ended(run, record(0), record(0, 1))
     assert end.failed_steps == {}
     assert {"earlier", "later", "report"} < set(end.seconds)
+
+
+def test_a_run_without_endings_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a checkout that was not installed again after a change."""
+    (tmp_path / "shard-00000.jsonl").write_bytes(encode_line(record(0)) + encode_line(record(0, 1)))
+    monkeypatch.setattr(plugins, "installed", lambda group: {})
+    notes: list[str] = []
+    end = end_run(RolloutJob.model_validate(job()), RunFiles(str(tmp_path)), trajectories=2, note=notes.append)
+    assert [Path(file).name for file in end.files] == [AGGREGATES, "task_metrics.jsonl"]
+    [note] = notes
+    assert "there will be no report" in note
+    assert "install KubeRoll again" in note

@@ -13,7 +13,7 @@ from typing import NoReturn
 from kuberoll_api import plugins
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, aggregate
-from kuberoll_workers.analysis.endings import EndedRun, Ending, Made
+from kuberoll_workers.analysis.endings import EndedRun, Ending, EndingResult
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.records import DROPPED, FAILURES
 from kuberoll_workers.output.run_files import RunFiles
@@ -124,7 +124,7 @@ def end_run(
     return end
 
 
-class _Guarded:
+class _GuardedEnding:
     """An ending whose first exception, also one of its import, waits until it is made."""
 
     def __init__(self, load: Callable[[], Ending]) -> None:
@@ -141,14 +141,16 @@ class _Guarded:
             except Exception as error:
                 self._error = error
 
-    def make(self, aggregates: Aggregates) -> Made:
+    def make(self, aggregates: Aggregates) -> EndingResult:
         if self._error is not None:
             raise self._error
         return self._ending.make(aggregates)
 
 
-def _endings(run: EndedRun) -> dict[str, _Guarded]:
+def _endings(run: EndedRun) -> dict[str, _GuardedEnding]:
     """The endings of a run by name, each after those that it needs."""
+    if not plugins.installed(plugins.ENDINGS):
+        run.note(f"warning: there will be no report: {plugins.absence(plugins.ENDINGS, 'report')}")
     makers: dict[str, Callable[[], Ending]] = {}
     needs: dict[str, set[str]] = {}
     for name in plugins.installed(plugins.ENDINGS):
@@ -165,7 +167,7 @@ def _endings(run: EndedRun) -> dict[str, _Guarded]:
     except graphlib.CycleError:
         # Whichever is first then says what it lacks.
         order = sorted(makers)
-    return {name: _Guarded(makers[name]) for name in order}
+    return {name: _GuardedEnding(makers[name]) for name in order}
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -29,7 +29,7 @@ class EndedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class EndingResult:
     """What was made.
 
     Attributes:
@@ -76,6 +76,6 @@ class Ending(Protocol):
         """Take one trajectory, of all that ended."""
         ...
 
-    def make(self, aggregates: Aggregates) -> Made:
+    def make(self, aggregates: Aggregates) -> EndingResult:
         """Make it, when all trajectories were offered."""
         ...

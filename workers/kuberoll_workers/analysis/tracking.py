@@ -22,7 +22,7 @@ import orjson
 from kuberoll_api.model.output import MlflowTracking, Tracking, WandbTracking
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
-from kuberoll_workers.analysis.endings import EndedRun, EndingRefused, Made
+from kuberoll_workers.analysis.endings import EndedRun, EndingRefused, EndingResult
 from kuberoll_workers.analysis.export.nemo_gym import rollout_of_record
 from kuberoll_workers.analysis.export.nemo_gym_metrics import GymMetrics, logged
 from kuberoll_workers.analysis.export.samplings import with_sampling
@@ -78,10 +78,10 @@ class TrackingEnding:
     def offer(self, record: EndedRecord) -> None:
         """See `analysis.endings.Ending`; the files have all that is logged."""
 
-    def make(self, _: Aggregates) -> Made:
+    def make(self, _: Aggregates) -> EndingResult:
         """See `analysis.endings.Ending`."""
         log_run(self._run.job, self._run.files, note=self._run.note)
-        return Made()
+        return EndingResult()
 
 
 def check_tracking(job: RolloutJob) -> None:

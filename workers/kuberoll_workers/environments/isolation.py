@@ -44,7 +44,7 @@ class Servers:
     scope: str = ""
 
 
-class EnvironmentElsewhere(EnvironmentInterface):
+class RemoteEnvironment(EnvironmentInterface):
     """An environment on servers, for checks, rows and metrics.
 
     Attributes:
@@ -72,7 +72,7 @@ class RemoteIsolation(Protocol):
         """Create the executor of an environment; the arguments are those of `make_executor`."""
         ...
 
-    def environment(self, name: str, servers: Servers, *, patience: float) -> EnvironmentElsewhere:
+    def environment(self, name: str, servers: Servers, *, patience: float) -> RemoteEnvironment:
         """Ask servers for an environment.
 
         Args:
@@ -112,7 +112,7 @@ def make_executor(
     if isolation == "Remote":
         if not isinstance(factory, PlainSpec):
             raise TypeError("isolation Remote: the environment must be given as a registry.PlainSpec")
-        return remote().executor(
+        return remote_isolation().executor(
             factory,
             processes=processes,
             timeout=timeout,
@@ -130,7 +130,7 @@ def make_executor(
     return InlineExecutor(environment, timeout=timeout, make=factory)
 
 
-def remote() -> RemoteIsolation:
+def remote_isolation() -> RemoteIsolation:
     """Load isolation Remote.
 
     Raises:

@@ -14,7 +14,7 @@ from kuberoll_api.policy_access import POLICY_VARIABLES
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EnvironmentInterface
-from kuberoll_workers.environments.isolation import EnvironmentElsewhere, Servers, make_executor, remote
+from kuberoll_workers.environments.isolation import RemoteEnvironment, Servers, make_executor, remote_isolation
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
@@ -64,10 +64,10 @@ def servers_of(spec: Environment, *, scope: str = "") -> Servers | None:
     )
 
 
-def _on_servers(spec: Environment, *, patience: float) -> EnvironmentElsewhere:
+def _on_servers(spec: Environment, *, patience: float) -> RemoteEnvironment:
     servers = servers_of(spec)
     assert servers is not None
-    return remote().environment(spec.name, servers, patience=patience)
+    return remote_isolation().environment(spec.name, servers, patience=patience)
 
 
 def remote_digests(job: RolloutJob) -> dict[str, str | None]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
-from kuberoll_workers.analysis.endings import EndedRun, Made
+from kuberoll_workers.analysis.endings import EndedRun, EndingResult
 from kuberoll_workers.analysis.report.distance import distance, distance_text
 from kuberoll_workers.analysis.report.make import PAGE, make_report, report_observer
 from kuberoll_workers.analysis.report.token_texts import stored_tokenizer
@@ -37,8 +37,10 @@ class ReportEnding:
         """See `analysis.endings.Ending`."""
         self._observer.offer(record)
 
-    def make(self, aggregates: Aggregates) -> Made:
+    def make(self, aggregates: Aggregates) -> EndingResult:
         """See `analysis.endings.Ending`."""
         page = make_report(aggregates, self._observer, location=self._run.location).page
         found = distance(self._observer.throughput)
-        return Made(files=[self._run.write(PAGE, page)], summary=[] if found is None else [distance_text(found)])
+        return EndingResult(
+            files=[self._run.write(PAGE, page)], summary=[] if found is None else [distance_text(found)]
+        )

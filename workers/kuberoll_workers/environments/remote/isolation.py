@@ -7,7 +7,7 @@ import socket
 
 from kuberoll_api.model.environments import AGENT_TYPE
 from kuberoll_workers.environments.executor import Executor
-from kuberoll_workers.environments.isolation import EnvironmentElsewhere, Servers
+from kuberoll_workers.environments.isolation import RemoteEnvironment, Servers
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.sandbox import Sandbox
 
@@ -44,11 +44,11 @@ class ServerIsolation:
         child = ChildServer(settings, sandbox)
         return RemoteExecutor(child, name=spec.name, timeout=timeout, token=child.token, owned=True, repeats=repeats)
 
-    def environment(self, name: str, servers: Servers, *, patience: float) -> EnvironmentElsewhere:
+    def environment(self, name: str, servers: Servers, *, patience: float) -> RemoteEnvironment:
         """See `isolation.RemoteIsolation`."""
-        from kuberoll_workers.environments.remote.proxy import RemoteEnvironment
+        from kuberoll_workers.environments.remote.proxy import ServerProxy
 
-        return RemoteEnvironment(name, servers.urls, token=servers.token, patience=patience)
+        return ServerProxy(name, servers.urls, token=servers.token, patience=patience)
 
     def serve(self, channel: socket.socket) -> None:
         """See `isolation.RemoteIsolation`."""

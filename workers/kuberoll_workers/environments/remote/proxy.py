@@ -11,7 +11,7 @@ import orjson
 
 from kuberoll_workers.environments import messages
 from kuberoll_workers.environments.interface import ChatMessage, EnvironmentReturn, Metadata
-from kuberoll_workers.environments.isolation import EnvironmentElsewhere
+from kuberoll_workers.environments.isolation import RemoteEnvironment
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepRaised
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.remote import protocol
@@ -27,7 +27,7 @@ _NOT_SENT: Final = frozenset({"prompt_token_ids"})
 _Value = TypeVar("_Value")
 
 
-class RemoteEnvironment(EnvironmentElsewhere):
+class ServerProxy(RemoteEnvironment):
     """Proxy of an environment on servers."""
 
     def __init__(self, name: str, urls: Sequence[str], *, token: str | None, patience: float) -> None:
