@@ -11,7 +11,7 @@ from kuberoll_workers.authoring import CHECKS, ContractBroken, Result, check_env
 from kuberoll_workers.authoring.contract import run_contract
 from kuberoll_workers.authoring.subject import Subject
 from kuberoll_workers.environments import BUILT_INS
-from kuberoll_workers.environments.sandbox import Sandbox
+from kuberoll_workers.environments.process_access import Sandbox
 from tests.authoring import broken
 from tests.environments.support import SERVED
 

@@ -12,9 +12,9 @@ from kuberoll_workers.environments.agents import AgentEpisode
 from kuberoll_workers.environments.agents.request import AgentRequest
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.environments.sandbox import Sandbox
 
 NOWHERE = "http://127.0.0.1:9/sessions/none/v1"
 

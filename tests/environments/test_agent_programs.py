@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kuberoll_workers.environments import landlock
 from kuberoll_workers.environments.agents.proxies import without_proxy
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome
-from kuberoll_workers.environments.sandbox import Sandbox
+from kuberoll_workers.environments.process_access import Sandbox
 from tests.environments.agents_here import play, request
 from tests.rollouts.fakes import until
 

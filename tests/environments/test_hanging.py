@@ -18,9 +18,9 @@ import pytest
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import StepOutcome, StepRaised, StepTimedOut
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.environments.sandbox import Sandbox
 from tests.rollouts.fakes import until
 
 pytestmark = pytest.mark.slow

@@ -24,9 +24,9 @@ from kuberoll_workers.environments.builtin.judge.verdicts import JsonLabels, Lab
 from kuberoll_workers.environments.builtin.special_tokens import harmless
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import StepOutcome, StepRaised
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.served_models import (
     ServedModel,
     endpoint_variables,

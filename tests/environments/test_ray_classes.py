@@ -13,10 +13,10 @@ import pytest
 
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import StepOutcome
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.ray_classes import authentication, is_ray_class, plain_class, uses_ray
 from kuberoll_workers.environments.registry import PlainSpec, resolve
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.environments.sandbox import Sandbox
 from tests.environments import misbehaving
 
 NEMO_RL = os.environ.get("KUBEROLL_TEST_NEMO_RL", "")

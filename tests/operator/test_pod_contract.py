@@ -12,7 +12,7 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.mounts import config_map_uses
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY
-from kuberoll_workers.environments.sandbox import variables
+from kuberoll_workers.environments.process_access import variables
 from kuberoll_workers.pods.environment import read_config as read_environment
 from kuberoll_workers.pods.environment import serving_of
 from kuberoll_workers.pods.files import read_config

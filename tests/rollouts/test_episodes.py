@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryRecord, TurnRecord
 from kuberoll_workers.environments.isolation import Servers, make_executor
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
 from kuberoll_workers.telemetry import RolloutMetrics

@@ -27,9 +27,9 @@ from kuberoll_workers.data.record import (
 )
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.output import records
 from kuberoll_workers.output.journal import FileJournal
 from kuberoll_workers.output.storage import DirectoryStorage

@@ -6,9 +6,9 @@ import argparse
 import asyncio
 import sys
 
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.remote.serving import Serving, serve
-from kuberoll_workers.environments.sandbox import Sandbox
 
 
 def main() -> None:

@@ -23,11 +23,11 @@ from kuberoll_workers.environments.batches import CloseBatch, ResetBatch, StepBa
 from kuberoll_workers.environments.interface import Episode, EpisodeEnd
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import EpisodeLost, StepInvalid, StepRaised, StepTimedOut
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.remote import protocol
 from kuberoll_workers.environments.remote.addresses import UrlAddresses
 from kuberoll_workers.environments.remote.executor import RemoteExecutor
-from kuberoll_workers.environments.sandbox import Sandbox
 from tests.environments.episodic import events_in
 from tests.environments.remote.servers import ServerProcess, gather, rooms
 from tests.rollouts.fakes import until

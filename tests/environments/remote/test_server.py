@@ -17,10 +17,10 @@ import pytest
 from kuberoll_workers.environments.batches import GroupBatch
 from kuberoll_workers.environments.interface import EnvironmentReturn, GroupMember, GroupScore
 from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.remote import protocol
 from kuberoll_workers.environments.remote.serving import Serving, open_server
-from kuberoll_workers.environments.sandbox import Sandbox
 from tests.environments.episodic import events_in, unclosed
 from tests.environments.remote.servers import ServerProcess, gather, get, post, rooms
 from tests.rollouts.fakes import until

@@ -21,6 +21,7 @@ from kuberoll_workers.environments.interface import EnvironmentInterface, Scorin
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.libraries import Library
 from kuberoll_workers.environments.outcome import EnvironmentFault
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import (
     PlainSpec,
@@ -29,7 +30,6 @@ from kuberoll_workers.environments.registry import (
     instantiate,
     resolve,
 )
-from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.worker.environments import isolated_environment_factory, sandbox_of
 
 DECLARATIONS = "kuberoll_workers.authoring.subject:Declarations"

@@ -244,9 +244,9 @@ def serve_(
     from kuberoll_workers.data.text import visible
     from kuberoll_workers.data.tracebacks import with_frames
     from kuberoll_workers.environments.outcome import EnvironmentFault
+    from kuberoll_workers.environments.process_access import Sandbox
     from kuberoll_workers.environments.registry import PlainSpec
     from kuberoll_workers.environments.remote.serving import Serving, serve
-    from kuberoll_workers.environments.sandbox import Sandbox
 
     sys.path.insert(0, str(Path.cwd()))
     own = ":" in target

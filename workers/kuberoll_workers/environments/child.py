@@ -20,7 +20,7 @@ import orjson
 from kuberoll_api.model.environments import AGENT_TYPE
 from kuberoll_workers.data.lasting import is_lasting
 from kuberoll_workers.data.plain import NotPlain, message_of, plain
-from kuberoll_workers.environments import messages, sandbox
+from kuberoll_workers.environments import messages, process_access
 from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, awaited
 from kuberoll_workers.environments.channel import Answerer
 from kuberoll_workers.environments.hooks import Hooks
@@ -142,14 +142,14 @@ def _make(start: messages.CreateRequest) -> Any:
     if start.type == "code_execution":
         # It supervises programs, which can read none of it.
         readable.append("/proc")
-    files = sandbox.Sandbox(protected=start.protected, readable=readable, writable=start.writable)
+    files = process_access.Sandbox(protected=start.protected, readable=readable, writable=start.writable)
     config = orjson.loads(bytes(start.config))
     if start.type == AGENT_TYPE and config["agent"]["command"] is not None:
         # None of its code runs in this process, and each of its programs is in a sandbox of its own.
-        sandbox.hide_from_others()
+        process_access.hide_from_others()
         config["sandbox"] = asdict(files)
     else:
-        sandbox.enter(files, scratch=start.scratch)
+        process_access.enter(files, scratch=start.scratch)
     return PlainSpec(name=start.name, type=start.type, entrypoint=start.entrypoint, config=config)()
 
 

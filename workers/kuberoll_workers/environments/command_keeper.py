@@ -25,7 +25,7 @@ import sys
 from typing import Any
 
 from kuberoll_workers.environments import landlock, process_tree
-from kuberoll_workers.environments.sandbox import Sandbox, enter, hide_from_others
+from kuberoll_workers.environments.process_access import Sandbox, enter, hide_from_others
 
 END_SECONDS = 30.0
 """Time in which killed processes must be gone."""

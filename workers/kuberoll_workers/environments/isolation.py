@@ -15,9 +15,9 @@ from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.inline import InlineExecutor
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.loop_thread import LoopExecutor
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.processes import ProcessExecutor
 from kuberoll_workers.environments.registry import PlainSpec
-from kuberoll_workers.environments.sandbox import Sandbox
 
 EnvironmentFactory = Callable[[], Any]
 

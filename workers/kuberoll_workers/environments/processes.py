@@ -20,7 +20,7 @@ import orjson
 
 from kuberoll_api.model.environments import AGENT_TYPE
 from kuberoll_workers.data.tracebacks import parse_stack
-from kuberoll_workers.environments import landlock, messages, mounts, sandbox
+from kuberoll_workers.environments import landlock, messages, mounts, process_access
 from kuberoll_workers.environments.batches import Batch, CloseBatch
 from kuberoll_workers.environments.channel import Caller, is_waiting
 from kuberoll_workers.environments.child import STACK_FILE, STACK_SIGNAL
@@ -34,8 +34,8 @@ from kuberoll_workers.environments.outcome import (
     timed_out,
     timeout_message,
 )
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
-from kuberoll_workers.environments.sandbox import Sandbox
 
 START_SECONDS = 300.0
 """Time limit for the start of a process, including the creation of the environment."""
@@ -282,7 +282,7 @@ class _Process:
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=sandbox.variables(os.environ, files, scratch=self._scratch),
+                env=process_access.variables(os.environ, files, scratch=self._scratch),
                 pass_fds=(theirs.fileno(), watched),
                 start_new_session=True,
             )
@@ -460,7 +460,7 @@ async def _shut_down(process: _Process) -> None:
 @functools.cache
 def _prepare() -> None:
     """Preparations before the first process of an environment is started."""
-    sandbox.hide_from_others()
+    process_access.hide_from_others()
     if landlock.abi() == 0:
         _log.warning(
             "this kernel has no Landlock: processes of environments can read and write whatever this user can; "

@@ -19,9 +19,9 @@ import msgspec
 from kuberoll_api.contract import ENVIRONMENT_PORT, ENVIRONMENT_TOKEN, EnvironmentPodConfig
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_workers.environments.outcome import EnvironmentFault
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 from kuberoll_workers.environments.remote.serving import Serving, serve
-from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.pods.claim import wait_for_claim
 from kuberoll_workers.pods.exit_codes import exit_status
 from kuberoll_workers.pods.files import ConfigRefused, clip, write_termination_message

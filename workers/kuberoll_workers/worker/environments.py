@@ -15,10 +15,10 @@ from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.isolation import RemoteEnvironment, Servers, make_executor, remote_isolation
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.served_models import ServedModel, service_variables
 from kuberoll_workers.rollouts.player import PlayerFactory
 from kuberoll_workers.worker.config import WorkerConfig

@@ -18,12 +18,12 @@ import orjson
 
 from kuberoll_api.model.agents import Agent
 from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE, RUN_SCRATCH_VARIABLE
-from kuberoll_workers.environments import sandbox
+from kuberoll_workers.environments import process_access
 from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, InvalidResult, result_from_json
 from kuberoll_workers.environments.agents.proxies import without_proxy
 from kuberoll_workers.environments.outcome import StepRaised
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.programs import scratch
-from kuberoll_workers.environments.sandbox import Sandbox
 
 _ROW: Final = "episode.json"
 _RESULT: Final = "result.json"
@@ -104,7 +104,7 @@ class CommandPhases:
         directory: Path = episode.state["directory"]
         place: Path = episode.state["score"] if phase == "score" else directory
         # By the run's id its watchdog finds what a killed worker has left.
-        inherited = sandbox.variables(
+        inherited = process_access.variables(
             os.environ, Sandbox(variables=(*self._variables, RUN_ID_VARIABLE)), scratch=str(place)
         )
         ours, theirs = socket.socketpair()

@@ -73,7 +73,7 @@ class AgentEnvironment(EnvironmentInterface):
             self._phases = FunctionPhases(agent.entrypoint)
         else:
             from kuberoll_workers.environments.agents.commands import CommandPhases
-            from kuberoll_workers.environments.sandbox import Sandbox
+            from kuberoll_workers.environments.process_access import Sandbox
 
             files = config.get("sandbox")
             if agent.hidden is not None and agent.hidden.paths and landlock.abi() == 0:

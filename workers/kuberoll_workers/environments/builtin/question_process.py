@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from kuberoll_workers.data.lifetime import end_with_parent
 from kuberoll_workers.environments import landlock
-from kuberoll_workers.environments.sandbox import drop_capabilities
+from kuberoll_workers.environments.process_access import drop_capabilities
 
 CPU_SECONDS = 5.0
 """Default limit of CPU time of one question."""

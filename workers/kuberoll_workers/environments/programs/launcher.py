@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 
-from kuberoll_workers.environments import landlock, process_tree, sandbox
+from kuberoll_workers.environments import landlock, process_access, process_tree
 from kuberoll_workers.environments.programs import confinement, supervisor, system_calls
 from kuberoll_workers.environments.programs.model import SandboxUnavailable
 
@@ -106,7 +106,7 @@ def main() -> None:
     """Entry point of the process: the first message is `ok`, or why there is no sandbox."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sandbox.drop_capabilities()
+    process_access.drop_capabilities()
     try:
         check()
         scoped = landlock.abi() >= confinement.LANDLOCK_ABI_WITH_SIGNALS and "supervise-signals" not in sys.argv[2:]

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kuberoll_workers.environments import messages, sandbox
+from kuberoll_workers.environments import messages, process_access
 from kuberoll_workers.environments.remote.addresses import Address
 
 REFUSED = b"refused "
@@ -41,7 +41,7 @@ class ChildServer:
     none of the worker's descriptors, and ends with the worker.
     """
 
-    def __init__(self, settings: Mapping[str, Any], files: sandbox.Sandbox) -> None:
+    def __init__(self, settings: Mapping[str, Any], files: process_access.Sandbox) -> None:
         """
         Args:
             settings: Fields of `serving.Serving`, without token and address.
@@ -78,7 +78,7 @@ class ChildServer:
             await asyncio.to_thread(self._end)
 
     async def _start(self) -> None:
-        sandbox.hide_from_others()
+        process_access.hide_from_others()
         self._scratch = _directory()
         self._channel, theirs = socket.socketpair()
         watched, self._control = os.pipe()
@@ -128,7 +128,7 @@ class ChildServer:
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=sandbox.variables(os.environ, self._files, scratch=self._scratch),
+            env=process_access.variables(os.environ, self._files, scratch=self._scratch),
             pass_fds=(channel, watched),
             start_new_session=True,
         )

@@ -8,8 +8,8 @@ import socket
 from kuberoll_api.model.environments import AGENT_TYPE
 from kuberoll_workers.environments.executor import Executor
 from kuberoll_workers.environments.isolation import RemoteEnvironment, Servers
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.registry import PlainSpec
-from kuberoll_workers.environments.sandbox import Sandbox
 
 
 class ServerIsolation:

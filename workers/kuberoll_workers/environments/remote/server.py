@@ -29,10 +29,10 @@ from kuberoll_workers.environments.outcome import (
     Outcomes,
     StepOutcome,
 )
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.processes import ProcessEnvironment, ProcessExecutor
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 from kuberoll_workers.environments.remote import protocol
-from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.source_digest import source_digest
 
 TIMEOUT_SECONDS: Final = 300.0

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from kuberoll_workers.environments import messages
 from kuberoll_workers.environments.outcome import EnvironmentFault
+from kuberoll_workers.environments.process_access import Sandbox, hide_from_others
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.remote.child_server import REFUSED
 from kuberoll_workers.environments.remote.server import (
@@ -24,7 +25,6 @@ from kuberoll_workers.environments.remote.server import (
     TIMEOUT_SECONDS,
     EnvironmentServer,
 )
-from kuberoll_workers.environments.sandbox import Sandbox, hide_from_others
 
 DRAIN_SECONDS = 25.0
 """Default time that a stopped server gives open episodes to end; less than Kubernetes' 30 s."""

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from kuberoll_workers.environments import landlock, mounts, sandbox
+from kuberoll_workers.environments import landlock, mounts, process_access
 from kuberoll_workers.environments.child import STACK_FILE
+from kuberoll_workers.environments.process_access import Sandbox
 from kuberoll_workers.environments.processes import ProcessExecutor
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.local.engines import engines_directory
 
 SPEC = PlainSpec(name="prying", type=None, entrypoint="tests.environments.prying:Prying", config={})
@@ -278,7 +278,7 @@ async def test_its_scratch_directory_goes_with_it(tmp_path: Path, monkeypatch: p
 def test_a_process_can_close_itself_to_others_of_its_user() -> None:
     pid = os.fork()
     if pid == 0:
-        sandbox.hide_from_others()
+        process_access.hide_from_others()
         # The files of a process that is closed belong to root.
         os._exit(0 if os.stat("/proc/self/environ").st_uid == 0 and _dumpable() == 0 else 1)
     assert os.waitpid(pid, 0)[1] == 0
