@@ -11,7 +11,7 @@ from kuberoll_workers.authoring import CHECKS, ContractBroken, Result, check_env
 from kuberoll_workers.authoring.contract import run_contract
 from kuberoll_workers.authoring.subject import Subject
 from kuberoll_workers.environments import BUILT_INS
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from tests.authoring import broken
 from tests.environments.support import SERVED
 
@@ -54,7 +54,7 @@ def test_the_built_ins_pass_in_a_process(name: str) -> None:
     # Programs of code_execution are watched by way of /proc.
     readable = ["/proc"] if name == "code_execution" else []
     subject = Subject.of_class(name, isolation="Process", timeout=120)
-    subject = dataclasses.replace(subject, sandbox=Sandbox(readable=readable))
+    subject = dataclasses.replace(subject, access=ProcessAccess(readable=readable))
     results = {result.check: result for result in run_contract(subject)}
     assert not [result for result in results.values() if result.status == "failed"]
     assert results["scoring"].status == "ok"

@@ -12,7 +12,7 @@ from kuberoll_workers.environments.agents import AgentEpisode
 from kuberoll_workers.environments.agents.request import AgentRequest
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 
@@ -44,12 +44,12 @@ async def play(
     *,
     isolation: str = "Process",
     processes: int = 1,
-    files: Sandbox | None = None,
+    files: ProcessAccess | None = None,
 ) -> list[StepOutcome | EnvironmentFault]:
     """Outcomes of episodes, one call for each; with one process, one after the other."""
     spec = Environment.model_validate({"name": "env", "agent": agent, "isolation": isolation})
     executor = make_executor(
-        PlainSpec.of(spec), isolation=isolation, processes=processes, timeout=spec.call_seconds, sandbox=files
+        PlainSpec.of(spec), isolation=isolation, processes=processes, timeout=spec.call_seconds, access=files
     )
     runner = EnvironmentRunner(executor, max_batch=1)
     try:

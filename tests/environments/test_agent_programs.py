@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kuberoll_workers.environments import landlock
 from kuberoll_workers.environments.agents.proxies import without_proxy
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from tests.environments.agents_here import play, request
 from tests.rollouts.fakes import until
 
@@ -84,7 +84,7 @@ def mark() -> Iterator[str]:
 async def test_a_daemon_of_one_episode_sets_no_reward(mark: str, isolation: str) -> None:
     agent = {"command": [PYTHON, "-c", FORGER, mark], "score": [PYTHON, "-c", SCORE]}
     states = [request(f"e{n}", {"answer": "mine"}) for n in range(3)]
-    # Without a sandbox, those that are played at the same time can reach one another.
+    # With unlimited access, those that are played at the same time can reach one another.
     turns = [states] if isolation == "Process" else [[state] for state in states]
     assert [reward for turn in turns for reward in rewards(await play(agent, turn, isolation=isolation))] == [0.0] * 3
 
@@ -150,7 +150,7 @@ async def test_no_process_of_a_command_is_left_when_it_is_scored(seed: int, isol
             "score": ["sh", "-c", f"touch {place}/scoring; until test -e {place}/seen; do sleep 0.02; done; echo 1"],
         }
         playing = asyncio.create_task(
-            play(agent, [request("e0")], isolation=isolation, files=Sandbox(writable=[place]))
+            play(agent, [request("e0")], isolation=isolation, files=ProcessAccess(writable=[place]))
         )
         await until(lambda: playing.done() or os.path.exists(f"{place}/scoring"))
         left = marked(mark)

@@ -18,7 +18,7 @@ import pytest
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import StepOutcome, StepRaised, StepTimedOut
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from tests.rollouts.fakes import until
@@ -50,8 +50,8 @@ class Hanging:
 @asynccontextmanager
 async def hanging(notes: Path, *, limit: float) -> AsyncIterator[EnvironmentRunner]:
     spec = PlainSpec(name="hanging", type=None, entrypoint=f"{__name__}:Hanging", config={"notes": str(notes)})
-    files = Sandbox(writable=[str(notes)], readable=[str(notes)])
-    executor = make_executor(spec, isolation="Process", processes=1, timeout=limit, spare=2, sandbox=files)
+    files = ProcessAccess(writable=[str(notes)], readable=[str(notes)])
+    executor = make_executor(spec, isolation="Process", processes=1, timeout=limit, spare=2, access=files)
     runner = EnvironmentRunner(executor, max_batch=256)
     try:
         yield runner

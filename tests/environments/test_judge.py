@@ -24,7 +24,7 @@ from kuberoll_workers.environments.builtin.judge.verdicts import JsonLabels, Lab
 from kuberoll_workers.environments.builtin.special_tokens import harmless
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import StepOutcome, StepRaised
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.served_models import (
@@ -451,7 +451,7 @@ def test_variables_are_set_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runner_of(config: dict[str, Any], isolation: str = "Inline") -> EnvironmentRunner:
     spec = PlainSpec(name="judge", type="judge", entrypoint=None, config=config)
-    executor = make_executor(spec, isolation=isolation, processes=1, timeout=60, sandbox=Sandbox())
+    executor = make_executor(spec, isolation=isolation, processes=1, timeout=60, access=ProcessAccess())
     return EnvironmentRunner(executor, max_batch=64)
 
 

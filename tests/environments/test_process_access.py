@@ -16,7 +16,7 @@ import pytest
 
 from kuberoll_workers.environments import landlock, mounts, process_access
 from kuberoll_workers.environments.child import STACK_FILE
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.processes import ProcessExecutor
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
@@ -36,8 +36,8 @@ needs_closed_sockets = pytest.mark.skipif(
 
 
 @asynccontextmanager
-async def prying(given: Sandbox | None = None) -> AsyncIterator[Try]:
-    runner = EnvironmentRunner(ProcessExecutor(SPEC, processes=1, timeout=60, sandbox=given), max_batch=64)
+async def prying(given: ProcessAccess | None = None) -> AsyncIterator[Try]:
+    runner = EnvironmentRunner(ProcessExecutor(SPEC, processes=1, timeout=60, access=given), max_batch=64)
 
     async def attempt(what: str, at: str | Path | int) -> str:
         return (await runner.step([], {"try": what, "at": str(at)})).content
@@ -96,7 +96,7 @@ async def test_what_is_not_an_environment_s_is_closed_to_it(tmp_path: Path, home
     ]
     if landlock.abi() >= 6:
         closed.append(("signal", parent))
-    async with prying(Sandbox(protected=[str(output), str(token.parent)])) as attempt:
+    async with prying(ProcessAccess(protected=[str(output), str(token.parent)])) as attempt:
         said = {(what, str(at)): await attempt(what, at) for what, at in closed}
     opened.close()
     assert {key: text for key, text in said.items() if text.startswith("ok")} == {}
@@ -161,7 +161,7 @@ async def test_what_is_not_writable_keeps_its_mode_owner_and_times(tmp_path: Pat
     before = stored.stat()
     places = (stored, stored.parent, own)
     async with prying(
-        Sandbox(protected=[str(stored.parent)], readable=[str(tmp_path)], writable=[str(own)])
+        ProcessAccess(protected=[str(stored.parent)], readable=[str(tmp_path)], writable=[str(own)])
     ) as attempt:
         for what in ("mode", "owner", "times", "attribute"):
             assert [await attempt(what, place) for place in places] == ["OSError", "OSError", "ok changed"]
@@ -176,7 +176,9 @@ async def test_what_environments_need_is_open_to_them(
         path.write_text("words")
     # The output lies in the working directory, as it does by default.
     monkeypatch.chdir(tmp_path / "work")
-    given = Sandbox(protected=["runs"], readable=[str(tmp_path / "models"), str(home)], writable=[str(home / "data")])
+    given = ProcessAccess(
+        protected=["runs"], readable=[str(tmp_path / "models"), str(home)], writable=[str(home / "data")]
+    )
     async with prying(given) as attempt:
         assert await attempt("read", "words.txt") == "ok words"
         assert await attempt("read", tmp_path / "models") == "ok words"
@@ -218,7 +220,7 @@ async def test_sockets_are_closed_that_it_was_not_given(home: Path, scratch: Pat
     later, agent = scratch / "later.sock", home / ".ssh" / "agent.sock"
     with listening(given, beside, datagrams, agent):
         # A home is readable; a socket in it is one's own only by its name, or where one may write.
-        async with prying(Sandbox(readable=[str(home), str(given)])) as attempt:
+        async with prying(ProcessAccess(readable=[str(home), str(given)])) as attempt:
             assert await attempt("own socket", "") == "ok connected"
             with listening(later):
                 reached = {path.name: await attempt("connect", path) for path in (given, beside, agent, later)}
@@ -237,7 +239,7 @@ async def test_kuberoll_s_own_state_is_closed_to_it(home: Path, monkeypatch: pyt
     assert engines.is_relative_to(home / place)
     engines.mkdir(parents=True)
     (engines / "job.json").write_text("tokens")
-    async with prying(Sandbox(readable=[str(home)])) as attempt:
+    async with prying(ProcessAccess(readable=[str(home)])) as attempt:
         assert await attempt("read", home / "data") == "ok data"
         assert await attempt("read", engines / "job.json") == "PermissionError"
 
@@ -253,7 +255,7 @@ async def test_its_shared_memory_is_its_own() -> None:
 
 
 async def test_a_variable_that_is_asked_for_is_there(home: Path) -> None:
-    async with prying(Sandbox(variables=["MY_SECRET"])) as attempt:
+    async with prying(ProcessAccess(variables=["MY_SECRET"])) as attempt:
         assert await attempt("variable", "MY_SECRET") == "ok secret"
         assert await attempt("variable", "KUBEROLL_TOKEN_GENERATE") == "KeyError"
 

@@ -13,7 +13,7 @@ import pytest
 
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import StepOutcome
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.ray_classes import authentication, is_ray_class, plain_class, uses_ray
 from kuberoll_workers.environments.registry import PlainSpec, resolve
 from kuberoll_workers.environments.runner import EnvironmentRunner
@@ -32,7 +32,7 @@ async def step(
 ) -> list[StepOutcome | BaseException]:
     spec = PlainSpec(name="env", type=None, entrypoint=entrypoint, config=config)
     executor = make_executor(
-        spec, isolation=isolation, processes=1, timeout=240, sandbox=Sandbox(readable=NEMO_RL.split(":"))
+        spec, isolation=isolation, processes=1, timeout=240, access=ProcessAccess(readable=NEMO_RL.split(":"))
     )
     runner = EnvironmentRunner(executor, max_batch=8)
     try:

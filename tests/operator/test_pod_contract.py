@@ -63,8 +63,8 @@ def test_the_servers_of_environments_read_what_the_operator_renders(tmp_path: Pa
     assert list(found) == ["remote-env-0", "remote-env-2"]
     guess, puzzle = found.values()
     assert (guess.spec.entrypoint, guess.spec.config, guess.processes) == ("guessing:Guess", {"limit": 5}, 4)
-    assert guess.sandbox.variables == ["JUDGE_API_KEY"]
-    assert guess.sandbox.readable == ["/opt/corpus"]
+    assert guess.access.variables == ["JUDGE_API_KEY"]
+    assert guess.access.readable == ["/opt/corpus"]
     assert (puzzle.spec.type, puzzle.spec.entrypoint) == ("sliding_puzzle", None)
 
 
@@ -74,10 +74,10 @@ def test_the_processes_of_a_judge_in_pods_of_its_own_inherit_its_access(tmp_path
         if child["kind"] == "ConfigMap" and "environment.json" in child["data"]:
             path = tmp_path / child["metadata"]["name"]
             path.write_text(child["data"]["environment.json"])
-            found.append(serving_of(read_environment(path), token="t", host="127.0.0.1").sandbox)
+            found.append(serving_of(read_environment(path), token="t", host="127.0.0.1").access)
     judge, debate, puzzle = found
     pod = {"KUBEROLL_POLICY_URL": "http://a/v1", "KUBEROLL_POLICY_TOKEN": "t", "LEVEL": "3", "OTHER": "4"}
-    seen = [set(pod) & variables(pod, sandbox, scratch="/tmp").keys() for sandbox in (judge, debate, puzzle)]
+    seen = [set(pod) & variables(pod, access, scratch="/tmp").keys() for access in (judge, debate, puzzle)]
     assert seen == [{"KUBEROLL_POLICY_URL", "KUBEROLL_POLICY_TOKEN"}, set(pod) - {"OTHER"}, set()]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryRecord, TurnRecord
 from kuberoll_workers.environments.isolation import Servers, make_executor
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.rollouts.scheduling import run_rollout
@@ -52,7 +52,7 @@ async def runner_of(
             processes=processes,
             timeout=seconds,
             spare=spare,
-            sandbox=Sandbox(writable=[str(directory)]),
+            access=ProcessAccess(writable=[str(directory)]),
             servers=Servers(urls=urls) if urls else None,
         ),
         max_batch=64,

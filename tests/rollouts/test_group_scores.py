@@ -27,7 +27,7 @@ from kuberoll_workers.data.record import (
 )
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments.isolation import make_executor
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.output import records
@@ -59,7 +59,7 @@ async def tournament(
         isolation=isolation,
         processes=2,
         timeout=seconds,
-        sandbox=Sandbox(writable=[str(directory)]),
+        access=ProcessAccess(writable=[str(directory)]),
     )
     runner = EnvironmentRunner(executor, max_batch=64)
     try:

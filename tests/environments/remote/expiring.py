@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.remote.serving import Serving, serve
 
@@ -19,13 +19,13 @@ def main() -> None:
     parser.add_argument("--idle-seconds", type=float)
     given = parser.parse_args()
     spec = PlainSpec(name="rooms", type=None, entrypoint=given.entrypoint, config={"directory": given.directory})
-    sandbox = Sandbox(writable=[given.directory])
+    access = ProcessAccess(writable=[given.directory])
 
     def ready(url: str) -> None:
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()
 
-    asyncio.run(serve(Serving(spec=spec, sandbox=sandbox, port=given.port, idle_seconds=given.idle_seconds), ready))
+    asyncio.run(serve(Serving(spec=spec, access=access, port=given.port, idle_seconds=given.idle_seconds), ready))
 
 
 if __name__ == "__main__":

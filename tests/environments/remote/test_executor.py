@@ -23,7 +23,7 @@ from kuberoll_workers.environments.batches import CloseBatch, ResetBatch, StepBa
 from kuberoll_workers.environments.interface import Episode, EpisodeEnd
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import EpisodeLost, StepInvalid, StepRaised, StepTimedOut
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.remote import protocol
 from kuberoll_workers.environments.remote.addresses import UrlAddresses
@@ -104,8 +104,8 @@ def child_server(name: str, directory: Path, *, processes: int = 1, seconds: flo
         entrypoint=f"tests.environments.episodic:{name}",
         config={"directory": str(directory)},
     )
-    sandbox = Sandbox(writable=[str(directory)])
-    return make_executor(spec, isolation="Remote", processes=processes, timeout=seconds, sandbox=sandbox)
+    access = ProcessAccess(writable=[str(directory)])
+    return make_executor(spec, isolation="Remote", processes=processes, timeout=seconds, access=access)
 
 
 async def all_up(remote: Any) -> None:

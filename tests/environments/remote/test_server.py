@@ -17,7 +17,7 @@ import pytest
 from kuberoll_workers.environments.batches import GroupBatch
 from kuberoll_workers.environments.interface import EnvironmentReturn, GroupMember, GroupScore
 from kuberoll_workers.environments.isolation import make_executor
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.remote import protocol
 from kuberoll_workers.environments.remote.serving import Serving, open_server
@@ -60,7 +60,7 @@ async def serving(name: str, directory: Path, **settings: Any) -> AsyncIterator[
         entrypoint=f"tests.environments.episodic:{name}",
         config={"directory": str(directory)},
     )
-    async with open_server(Serving(spec=spec, sandbox=Sandbox(writable=[str(directory)]), **settings)) as (_, url):
+    async with open_server(Serving(spec=spec, access=ProcessAccess(writable=[str(directory)]), **settings)) as (_, url):
         yield url
 
 

@@ -21,7 +21,7 @@ from kuberoll_workers.environments.interface import EnvironmentInterface, Scorin
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.libraries import Library
 from kuberoll_workers.environments.outcome import EnvironmentFault
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import (
     PlainSpec,
@@ -30,7 +30,7 @@ from kuberoll_workers.environments.registry import (
     instantiate,
     resolve,
 )
-from kuberoll_workers.worker.environments import isolated_environment_factory, sandbox_of
+from kuberoll_workers.worker.environments import isolated_environment_factory, process_access_of
 
 DECLARATIONS = "kuberoll_workers.authoring.subject:Declarations"
 
@@ -123,7 +123,7 @@ class Subject:
         make: Creates an instance in this process.
         spec: Description for isolation Process; None: only Inline.
         isolation: `Inline`, `Process` or `Remote`, with a server of its own.
-        sandbox: Files and variables of processes.
+        access: Files and variables of processes.
         timeout: Time limit of a call, in seconds.
         dataset: Reads rows of a dataset; None: they are generated.
         seed: Seed of generated rows and of episodes.
@@ -134,7 +134,7 @@ class Subject:
     make: Callable[[], Any]
     spec: PlainSpec | None = None
     isolation: str = "Inline"
-    sandbox: Sandbox = field(default_factory=Sandbox)
+    access: ProcessAccess = field(default_factory=ProcessAccess)
     timeout: float = 30.0
     dataset: RowSource | None = None
     seed: int = 0
@@ -230,7 +230,7 @@ class Subject:
             make=plain,
             spec=plain,
             isolation=isolation or spec.isolation,
-            sandbox=sandbox_of(spec, protected=()),
+            access=process_access_of(spec, protected=()),
             timeout=spec.step_timeout_seconds,
             dataset=rows,
             seed=seed or 0,
@@ -245,7 +245,7 @@ class Subject:
         if self.isolation != "Inline":
             assert self.spec is not None
             return make_executor(
-                self.spec, isolation=self.isolation, processes=1, timeout=self.timeout, sandbox=self.sandbox
+                self.spec, isolation=self.isolation, processes=1, timeout=self.timeout, access=self.access
             ), None
         environment = self.make()
         made = make_executor(lambda: environment, isolation="Inline", processes=1, timeout=self.timeout)
@@ -263,7 +263,7 @@ class Subject:
             assert self.spec is not None
             config = {name: getattr(self.spec, name) for name in ("name", "type", "entrypoint", "config")}
             asked = PlainSpec(name=self.spec.name, type=None, entrypoint=DECLARATIONS, config=config)
-            [row] = ProcessEnvironment(asked, self.sandbox).generate_dataset(1, 0)
+            [row] = ProcessEnvironment(asked, self.access).generate_dataset(1, 0)
             return Declared(row["generates"], row["checks_rows"], row["cases"])
         except UnusableEnvironment:
             raise
@@ -283,7 +283,7 @@ class Subject:
         """
         if self.isolation != "Inline":
             assert self.spec is not None
-            return ProcessEnvironment(self.spec, self.sandbox).generate_dataset(count, seed)
+            return ProcessEnvironment(self.spec, self.access).generate_dataset(count, seed)
         return iter(self.make().generate_dataset(count, seed))
 
     def row(self, given: Any, place: RowPosition) -> Row:

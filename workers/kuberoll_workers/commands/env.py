@@ -244,7 +244,7 @@ def serve_(
     from kuberoll_workers.data.text import visible
     from kuberoll_workers.data.tracebacks import with_frames
     from kuberoll_workers.environments.outcome import EnvironmentFault
-    from kuberoll_workers.environments.process_access import Sandbox
+    from kuberoll_workers.environments.process_access import ProcessAccess
     from kuberoll_workers.environments.registry import PlainSpec
     from kuberoll_workers.environments.remote.serving import Serving, serve
 
@@ -257,8 +257,8 @@ def serve_(
         config=given,
     )
     protected = [] if token_file is None else [str(token_file.resolve())]
-    sandbox = Sandbox(protected=protected, readable=readable, writable=writable, variables=variable)
-    serving = Serving(spec=spec, sandbox=sandbox, token=token, spare=_SPARE_PROCESSES, **settings)
+    access = ProcessAccess(protected=protected, readable=readable, writable=writable, variables=variable)
+    serving = Serving(spec=spec, access=access, token=token, spare=_SPARE_PROCESSES, **settings)
     try:
         asyncio.run(serve(serving, lambda url: click.echo(f"{spec.name} at {url}")))
     except (EnvironmentFault, OSError) as error:

@@ -142,12 +142,12 @@ def _make(start: messages.CreateRequest) -> Any:
     if start.type == "code_execution":
         # It supervises programs, which can read none of it.
         readable.append("/proc")
-    files = process_access.Sandbox(protected=start.protected, readable=readable, writable=start.writable)
+    files = process_access.ProcessAccess(protected=start.protected, readable=readable, writable=start.writable)
     config = orjson.loads(bytes(start.config))
     if start.type == AGENT_TYPE and config["agent"]["command"] is not None:
-        # None of its code runs in this process, and each of its programs is in a sandbox of its own.
+        # None of its code runs in this process: each of its programs gets this access, and no more, by itself.
         process_access.hide_from_others()
-        config["sandbox"] = asdict(files)
+        config["access"] = asdict(files)
     else:
         process_access.enter(files, scratch=start.scratch)
     return PlainSpec(name=start.name, type=start.type, entrypoint=start.entrypoint, config=config)()

@@ -2,9 +2,9 @@
 
 python -m kuberoll_workers.environments.command_keeper CONTROL
 
-CONTROL is the descriptor of a socket. A line of JSON comes over it: `argv`, `directory`, and for a sandbox `sandbox`
-and `scratch`. The answer is a line with `status`, the command's wait status, or `error`. When the other end is closed,
-the command ends. Standard input, output and error, and the variables, are the command's.
+CONTROL is the descriptor of a socket. A line of JSON comes over it: `argv`, `directory`, `scratch`, and `access`, null
+for access without limits. The answer is a line with `status`, the command's wait status, or `error`. When the other end
+is closed, the command ends. Standard input, output and error, and the variables, are the command's.
 
 Orphans become the keeper's children (it is their subreaper), whatever sessions and groups they made. Where Landlock
 keeps the keeper's signals within what it started, one signal kills all of that at once, so that none can fork
@@ -25,7 +25,7 @@ import sys
 from typing import Any
 
 from kuberoll_workers.environments import landlock, process_tree
-from kuberoll_workers.environments.process_access import Sandbox, enter, hide_from_others
+from kuberoll_workers.environments.process_access import ProcessAccess, enter, hide_from_others
 
 END_SECONDS = 30.0
 """Time in which killed processes must be gone."""
@@ -36,9 +36,9 @@ _LINE_BYTES = 1 << 22
 
 def keep(control: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
     """Run a command to its end, or until the control socket is closed; returns the answer."""
-    sandboxed = request["sandbox"] is not None
+    limited = request["access"] is not None
     # Signals can then only be sent to what is started here, by this process, too.
-    scoped = sandboxed and landlock.restrict_signals()
+    scoped = limited and landlock.restrict_signals()
     trouble, told = os.pipe2(os.O_CLOEXEC)
     process = os.fork()
     if process == 0:
@@ -97,10 +97,10 @@ def _become(request: dict[str, Any], told: int) -> None:
             signal.signal(number, signal.SIG_DFL)
         os.closerange(3, told)
         os.closerange(told + 1, 65536)
-        if request["sandbox"] is not None:
+        if request["access"] is not None:
             # A process that is closed to others cannot make namespaces.
             libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
-            enter(Sandbox(**request["sandbox"]), scratch=request["scratch"])
+            enter(ProcessAccess(**request["access"]), scratch=request["scratch"])
         os.chdir(request["directory"])
         os.execvp(request["argv"][0], request["argv"])
     except BaseException as error:

@@ -15,7 +15,7 @@ from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.inline import InlineExecutor
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.loop_thread import LoopExecutor
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.processes import ProcessExecutor
 from kuberoll_workers.environments.registry import PlainSpec
 
@@ -66,7 +66,7 @@ class RemoteIsolation(Protocol):
         processes: int,
         timeout: float,
         spare: int,
-        sandbox: Sandbox,
+        access: ProcessAccess,
         servers: Servers | None,
     ) -> Executor:
         """Create the executor of an environment; the arguments are those of `make_executor`."""
@@ -95,7 +95,7 @@ def make_executor(
     processes: int,
     timeout: float,
     spare: int = 0,
-    sandbox: Sandbox | None = None,
+    access: ProcessAccess | None = None,
     servers: Servers | None = None,
 ) -> Executor:
     """Create the executor of an environment.
@@ -106,7 +106,7 @@ def make_executor(
         processes: Maximum number of child processes, with `Process`, and of a server that is a child process.
         timeout: Time limit of one step, in seconds.
         spare: Maximum number of further child processes while steps take unusually long.
-        sandbox: Files and variables of child processes; None for the defaults.
+        access: Files and variables of child processes; None for the defaults.
         servers: With `Remote`, the servers; None: one is started, as a child process.
     """
     if isolation == "Remote":
@@ -117,13 +117,13 @@ def make_executor(
             processes=processes,
             timeout=timeout,
             spare=spare,
-            sandbox=sandbox or Sandbox(),
+            access=access or ProcessAccess(),
             servers=servers,
         )
     if isolation == "Process":
         if not isinstance(factory, PlainSpec):
             raise TypeError("isolation Process: the environment must be given as a registry.PlainSpec")
-        return ProcessExecutor(factory, processes=processes, timeout=timeout, spare=spare, sandbox=sandbox)
+        return ProcessExecutor(factory, processes=processes, timeout=timeout, spare=spare, access=access)
     environment = factory()
     if inspect.iscoroutinefunction(environment.step):
         return LoopExecutor(factory, environment, timeout=timeout)

@@ -29,7 +29,7 @@ READ = EXECUTE | READ_FILE | READ_DIR
 DEVICE = READ_FILE | WRITE_FILE | READ_DIR | TRUNCATE | IOCTL_DEV
 """Use existing files, create none."""
 SOCKET = READ_FILE | WRITE_FILE | RESOLVE_UNIX
-"""Connect to a Unix socket that others have made; those made within the sandbox are open to it in any case."""
+"""Connect to a Unix socket that others have made; those made within the domain are open to it in any case."""
 EVERYTHING = (1 << 17) - 1
 
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2

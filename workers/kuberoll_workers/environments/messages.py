@@ -80,7 +80,7 @@ class RequestRefused(ValueError):
 
 
 class CreateRequest(msgspec.Struct):
-    """The first request over a channel: the environment of the process, and its sandbox."""
+    """The first request over a channel: the environment of the process, and its access."""
 
     name: str
     type: str | None

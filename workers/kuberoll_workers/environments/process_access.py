@@ -1,4 +1,4 @@
-"""Sandbox of an environment's process: the variables and files that it may and may not use.
+"""Access of an environment's process: the variables and files that it may and may not use.
 
 Everything is readable except for the paths named here, and only a scratch directory is writable. Landlock has no
 exceptions, so the files around an exception are granted one by one. File names are not secret: all directories can be
@@ -65,7 +65,7 @@ _MOST_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sandbox:
+class ProcessAccess:
     """Files and variables that an environment's process may and may not use.
 
     Attributes:
@@ -85,26 +85,26 @@ class Sandbox:
     shared_memory: bool = True
 
 
-# A Ray that an environment starts would look for `uv run` among its parents, which the sandbox hides.
+# A Ray that an environment starts would look for `uv run` among its parents, which it may not see.
 _FOR_RAY = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 
 
-def variables(own: Mapping[str, str], sandbox: Sandbox, *, scratch: str) -> dict[str, str]:
+def variables(own: Mapping[str, str], access: ProcessAccess, *, scratch: str) -> dict[str, str]:
     """Environment variables of an environment's process.
 
     Args:
         own: The variables of this process.
         scratch: Directory for temporary files.
     """
-    patterns = (*VARIABLES, *sandbox.variables)
+    patterns = (*VARIABLES, *access.variables)
     kept = {name: value for name, value in own.items() if any(fnmatch.fnmatchcase(name, item) for item in patterns)}
     # Both processes find the same modules.
     path = os.pathsep.join(os.path.abspath(item) for item in sys.path)
     return kept | _FOR_RAY | authentication(kept) | {"PYTHONPATH": path, "TMPDIR": scratch}
 
 
-def enter(sandbox: Sandbox, *, scratch: str) -> bool:
-    """Put this process, and all that it starts, into the sandbox, irrevocably.
+def enter(access: ProcessAccess, *, scratch: str) -> bool:
+    """Limit this process, and all that it starts, to this access, irrevocably.
 
     Capabilities are dropped; where the system allows namespaces, what is not writable becomes read-only, and others'
     directories and Unix sockets disappear; Landlock closes files where the kernel has it.
@@ -116,18 +116,18 @@ def enter(sandbox: Sandbox, *, scratch: str) -> bool:
         LandlockFailed: The kernel rejected the rules.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    viewed = _enter_view(sandbox, scratch)
+    viewed = _enter_view(access, scratch)
     drop_capabilities()
     if landlock.abi() > 0:
-        landlock.restrict(rules(sandbox, scratch=scratch, shared_memory=viewed or sandbox.shared_memory))
+        landlock.restrict(rules(access, scratch=scratch, shared_memory=viewed or access.shared_memory))
     return viewed
 
 
-def _enter_view(sandbox: Sandbox, scratch: str) -> bool:
-    writable = list(_writable(sandbox, scratch, _protected(sandbox)))
-    wanted = _wanted(sandbox)
-    named = {_real(path) for path in (*sandbox.readable, *sandbox.writable)}
-    closed = {path for path in _private(sandbox, scratch) if os.path.isdir(path) and path not in ("/", "/dev", "/proc")}
+def _enter_view(access: ProcessAccess, scratch: str) -> bool:
+    writable = list(_writable(access, scratch, _protected(access)))
+    wanted = _wanted(access)
+    named = {_real(path) for path in (*access.readable, *access.writable)}
+    closed = {path for path in _private(access, scratch) if os.path.isdir(path) and path not in ("/", "/dev", "/proc")}
     opened = wanted | named
     for path in {_real(place) for place in _RUN} - closed:
         if (parts := sockets.without_sockets(path)) is not None:
@@ -144,15 +144,15 @@ def _enter_view(sandbox: Sandbox, scratch: str) -> bool:
     )
 
 
-def rules(sandbox: Sandbox, *, scratch: str, shared_memory: bool = True) -> Iterator[tuple[str, int]]:
+def rules(access: ProcessAccess, *, scratch: str, shared_memory: bool = True) -> Iterator[tuple[str, int]]:
     """The paths that are granted, with the rights to them.
 
     Args:
         shared_memory: True if `/dev/shm` is granted.
     """
-    protected, private = _protected(sandbox), _private(sandbox, scratch)
+    protected, private = _protected(access), _private(access, scratch)
     yield "/", landlock.READ_DIR
-    for root in sorted({"/", *_wanted(sandbox)}):
+    for root in sorted({"/", *_wanted(access)}):
         # A directory that was asked for is granted, except for private paths deeper inside it.
         denied = protected | {path for path in private if path != root and _within(path, root)}
         if not any(_within(root, path) for path in denied):
@@ -165,35 +165,35 @@ def rules(sandbox: Sandbox, *, scratch: str, shared_memory: bool = True) -> Iter
     for name in os.listdir("/dev"):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in _DEVICES):
             yield f"/dev/{name}", landlock.DEVICE
-    for path in map(_real, sandbox.readable):
+    for path in map(_real, access.readable):
         if _is_socket(path):
             yield path, landlock.SOCKET
-    for path in (*_writable(sandbox, scratch, protected), *([_SHARED_MEMORY] if shared_memory else ())):
+    for path in (*_writable(access, scratch, protected), *([_SHARED_MEMORY] if shared_memory else ())):
         yield path, landlock.EVERYTHING
 
 
-def _wanted(sandbox: Sandbox) -> set[str]:
-    return {_real(path) for path in (*sys.path, sys.prefix, sys.base_prefix, os.getcwd(), *sandbox.readable)}
+def _wanted(access: ProcessAccess) -> set[str]:
+    return {_real(path) for path in (*sys.path, sys.prefix, sys.base_prefix, os.getcwd(), *access.readable)}
 
 
-def _private(sandbox: Sandbox, scratch: str) -> set[str]:
+def _private(access: ProcessAccess, scratch: str) -> set[str]:
     """Directories and files of others, in which nothing is open that is not asked for by name."""
     # Other processes have theirs beside it.
-    others = {_real(path) for path in (os.path.dirname(_real(scratch)), *sandbox.private)}
+    others = {_real(path) for path in (os.path.dirname(_real(scratch)), *access.private)}
     homes = [_real(path) for path in _homes()]
     # A whole home is not private, also if temporary files are directly in it.
     others = {path for path in others if not any(_within(home, path) for home in homes)}
     return {_real(path) for path in (*_PRIVATE, tempfile.gettempdir())} | _home_secrets() | others
 
 
-def _protected(sandbox: Sandbox) -> set[str]:
+def _protected(access: ProcessAccess) -> set[str]:
     own = {_real(path) for pattern in _PROTECTED for path in glob.glob(pattern)}
     own |= {_real(str(state_directory())), *(_real(f"{home}/.local/state/kuberoll") for home in _homes())}
-    return own | {_real(path) for path in sandbox.protected} | _secret_volumes()
+    return own | {_real(path) for path in access.protected} | _secret_volumes()
 
 
-def _writable(sandbox: Sandbox, scratch: str, protected: Iterable[str]) -> Iterator[str]:
-    for path in map(_real, (scratch, *sandbox.writable)):
+def _writable(access: ProcessAccess, scratch: str, protected: Iterable[str]) -> Iterator[str]:
+    for path in map(_real, (scratch, *access.writable)):
         if not any(_within(item, path) or _within(path, item) for item in protected):
             yield path
 

@@ -34,7 +34,7 @@ from kuberoll_workers.environments.outcome import (
     timed_out,
     timeout_message,
 )
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 
 START_SECONDS = 300.0
@@ -56,20 +56,20 @@ class ProcessExecutor:
     batched = True
 
     def __init__(
-        self, spec: PlainSpec, *, processes: int, timeout: float, spare: int = 0, sandbox: Sandbox | None = None
+        self, spec: PlainSpec, *, processes: int, timeout: float, spare: int = 0, access: ProcessAccess | None = None
     ) -> None:
         """
         Args:
             processes: Maximum number of processes; each is started when it is first needed.
             timeout: Time limit of one step, in seconds.
             spare: Number of further processes, for the trajectories that would wait for a step that may hang.
-            sandbox: Files and variables of the processes; None for the defaults.
+            access: Files and variables of the processes; None for the defaults.
         """
         self.parallel = processes
         self.spare = spare
         self.timeout = timeout
         self._spec = spec
-        self._sandbox = sandbox or Sandbox()
+        self._access = access or ProcessAccess()
         self._repeats = spec.type != AGENT_TYPE
         self._slots = asyncio.Semaphore(processes + spare)
         self._idle: list[_Process] = []
@@ -88,7 +88,7 @@ class ProcessExecutor:
         """See `Executor.instances`."""
         made = []
         for _ in range(self.parallel):
-            one = ProcessExecutor(self._spec, processes=1, timeout=self.timeout, sandbox=self._sandbox)
+            one = ProcessExecutor(self._spec, processes=1, timeout=self.timeout, access=self._access)
             one._hooks = self._hooks
             if self._idle:
                 one._idle.append(self._idle.pop())
@@ -196,7 +196,7 @@ class ProcessExecutor:
 
     async def _start(self) -> _Process:
         _prepare()
-        starting = asyncio.ensure_future(asyncio.to_thread(_Process, self._sandbox))
+        starting = asyncio.ensure_future(asyncio.to_thread(_Process, self._access))
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -210,7 +210,7 @@ class ProcessExecutor:
         process.on_fault = lambda: self._discard(process)
         try:
             async with asyncio.timeout(START_SECONDS):
-                self._hooks = await process.start(self._spec, self._sandbox)
+                self._hooks = await process.start(self._spec, self._access)
         except EnvironmentFault as fault:
             self._end(process)
             raise StepRaised(str(fault), fault.traceback) from fault
@@ -263,7 +263,7 @@ class _Process:
         calls: Number of calls that it was asked for.
     """
 
-    def __init__(self, files: Sandbox) -> None:
+    def __init__(self, files: ProcessAccess) -> None:
         self.ending: asyncio.Task[str] | None = None
         self.calls = 0
         self.on_fault: Callable[[], None] | None = None
@@ -294,7 +294,7 @@ class _Process:
         if self.on_fault is not None:
             self.on_fault()
 
-    async def start(self, spec: PlainSpec, files: Sandbox) -> Hooks:
+    async def start(self, spec: PlainSpec, files: ProcessAccess) -> Hooks:
         """Create the environment in the process; returns its hooks.
 
         Raises:
@@ -304,7 +304,7 @@ class _Process:
         """
         return _hooks_in(await self.channel.ask(self.first_message(spec, files)))
 
-    def first_message(self, spec: PlainSpec, files: Sandbox) -> bytes:
+    def first_message(self, spec: PlainSpec, files: ProcessAccess) -> bytes:
         """The message that creates the environment."""
         return messages.wrap_call(
             messages.CREATE,
@@ -368,9 +368,9 @@ class _Process:
 class ProcessEnvironment(EnvironmentInterface):
     """Proxy of an environment in a child process of its own for each call, for checking jobs and generating rows."""
 
-    def __init__(self, spec: PlainSpec, sandbox: Sandbox | None = None) -> None:
+    def __init__(self, spec: PlainSpec, access: ProcessAccess | None = None) -> None:
         self._spec = spec
-        self._sandbox = sandbox or Sandbox()
+        self._access = access or ProcessAccess()
 
     def check(self) -> Hooks:
         """Check that the environment can be created; returns its hooks.
@@ -427,10 +427,10 @@ class ProcessEnvironment(EnvironmentInterface):
     @contextlib.contextmanager
     def _process(self) -> Iterator[tuple[_Process, Hooks]]:
         _prepare()
-        process = _Process(self._sandbox)
+        process = _Process(self._access)
         try:
             try:
-                hooks = _hooks_in(process.ask_now(process.first_message(self._spec, self._sandbox)))
+                hooks = _hooks_in(process.ask_now(process.first_message(self._spec, self._access)))
             except EnvironmentFault as fault:
                 raise UnusableEnvironment(str(fault), fault.traceback) from fault
             except (EOFError, OSError, messages.InvalidMessage) as error:

@@ -47,7 +47,7 @@ def uses_ray(plain: type) -> bool:
 def authentication(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables by which a new Ray has a token of its own.
 
-    Otherwise Ray reads the user's in `~/.ray`, or makes one there, which a sandbox and a read-only root refuse.
+    Otherwise Ray reads the user's in `~/.ray`, or makes one there, which limited access and a read-only root refuse.
 
     Args:
         variables: Those of the process; a token that they name is left.
@@ -72,10 +72,10 @@ def start_ray() -> None:
         ray.init(
             address="local",
             include_dashboard=False,
-            # In a sandbox it warns that it cannot see other processes.
+            # With limited access it warns that it cannot see other processes.
             logging_level=logging.ERROR,
             object_store_memory=OBJECT_STORE_BYTES,
-            # A sandboxed process can only write there.
+            # A process with limited access can only write there.
             _temp_dir=os.path.realpath(tempfile.gettempdir()),
         )
 

@@ -19,7 +19,7 @@ import msgspec
 from kuberoll_api.contract import ENVIRONMENT_PORT, ENVIRONMENT_TOKEN, EnvironmentPodConfig
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_workers.environments.outcome import EnvironmentFault
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 from kuberoll_workers.environments.remote.serving import Serving, serve
 from kuberoll_workers.pods.claim import wait_for_claim
@@ -52,7 +52,9 @@ def serving_of(config: EnvironmentPodConfig, *, token: str | None, host: str) ->
     spec = PlainSpec(name=config.name, type=config.type, entrypoint=config.entrypoint, config=config.config)
     return Serving(
         spec=spec,
-        sandbox=Sandbox(readable=config.readable_paths, writable=config.writable_paths, variables=config.variables),
+        access=ProcessAccess(
+            readable=config.readable_paths, writable=config.writable_paths, variables=config.variables
+        ),
         host=host,
         port=ENVIRONMENT_PORT,
         processes=config.processes,

@@ -15,7 +15,7 @@ from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.isolation import RemoteEnvironment, Servers, make_executor, remote_isolation
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
@@ -99,7 +99,7 @@ def isolated_environment_factory(job: RolloutJob, *, protected: Sequence[str]) -
         if is_elsewhere(spec):
             return _on_servers(spec, patience=_START_PATIENCE)
         if spec.isolation != "Inline":
-            return ProcessEnvironment(registry.PlainSpec.of(spec), sandbox_of(spec, protected=protected))
+            return ProcessEnvironment(registry.PlainSpec.of(spec), process_access_of(spec, protected=protected))
         return registry.create(spec)
 
     return make
@@ -149,10 +149,10 @@ def environments_policy(config: WorkerConfig) -> ServedModel | None:
     return ServedModel(url=url, token=config.token if variable is None else os.environ.get(variable))
 
 
-def sandbox_of(spec: Environment, *, protected: Sequence[str]) -> Sandbox:
+def process_access_of(spec: Environment, *, protected: Sequence[str]) -> ProcessAccess:
     """Access rights of the processes of an environment."""
     access = spec.access
-    return Sandbox(
+    return ProcessAccess(
         protected=protected,
         readable=access.readable_paths,
         writable=access.writable_paths,
@@ -189,7 +189,7 @@ async def open_environments(
                 processes=spec.processes,
                 spare=spec.call_spares,
                 timeout=spec.call_seconds,
-                sandbox=sandbox_of(spec, protected=protected),
+                access=process_access_of(spec, protected=protected),
                 servers=servers_of(spec, scope=scope),
             )
             runners[spec.name] = EnvironmentRunner(executor, max_batch=spec.call_size)

@@ -22,7 +22,7 @@ from kuberoll_workers.environments import process_access
 from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, InvalidResult, result_from_json
 from kuberoll_workers.environments.agents.proxies import without_proxy
 from kuberoll_workers.environments.outcome import StepRaised
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.programs import scratch
 
 _ROW: Final = "episode.json"
@@ -47,11 +47,11 @@ class CommandPhases:
     its result, in a directory that is made for it when the others are gone, and that they could never write to.
     """
 
-    def __init__(self, agent: Agent, *, variables: Sequence[str], files: Sandbox | None = None) -> None:
+    def __init__(self, agent: Agent, *, variables: Sequence[str], files: ProcessAccess | None = None) -> None:
         """
         Args:
             variables: Names of variables that the programs inherit in addition to the usual ones.
-            files: What the programs may use beside their directory; None: no sandbox.
+            files: What the programs may use beside their directory; None: all that this process may.
         """
         self._agent = agent
         self._variables = variables
@@ -105,7 +105,7 @@ class CommandPhases:
         place: Path = episode.state["score"] if phase == "score" else directory
         # By the run's id its watchdog finds what a killed worker has left.
         inherited = process_access.variables(
-            os.environ, Sandbox(variables=(*self._variables, RUN_ID_VARIABLE)), scratch=str(place)
+            os.environ, ProcessAccess(variables=(*self._variables, RUN_ID_VARIABLE)), scratch=str(place)
         )
         ours, theirs = socket.socketpair()
         with theirs:
@@ -146,13 +146,13 @@ class CommandPhases:
         request: dict[str, Any] = {
             "argv": _beside_manifest(command, directory),
             "directory": str(directory),
-            "sandbox": None,
+            "access": None,
             "scratch": str(place),
         }
         if self._files is not None:
             files, hidden = self._files, [] if self._agent.hidden is None else self._agent.hidden.paths
-            request["sandbox"] = asdict(
-                Sandbox(
+            request["access"] = asdict(
+                ProcessAccess(
                     protected=[*files.protected, *(() if phase == "score" else hidden)],
                     readable=[*files.readable, *(hidden if phase == "score" else ())],
                     writable=[*files.writable, str(directory)],

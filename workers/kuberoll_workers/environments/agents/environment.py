@@ -57,8 +57,8 @@ class AgentEnvironment(EnvironmentInterface):
 
         Args:
             config: `agent`, as in the job; `config`, the environment's own; `variables`, the names of variables
-                that programs inherit in addition to the usual ones; and, where these are to run in a sandbox, the
-                fields of `Sandbox` as `sandbox`.
+                that programs inherit in addition to the usual ones; and, where their access is to be limited,
+                `access`, the fields of a `ProcessAccess`.
 
         Raises:
             UnusableEnvironment: Its entrypoint cannot be imported.
@@ -73,16 +73,16 @@ class AgentEnvironment(EnvironmentInterface):
             self._phases = FunctionPhases(agent.entrypoint)
         else:
             from kuberoll_workers.environments.agents.commands import CommandPhases
-            from kuberoll_workers.environments.process_access import Sandbox
+            from kuberoll_workers.environments.process_access import ProcessAccess
 
-            files = config.get("sandbox")
+            files = config.get("access")
             if agent.hidden is not None and agent.hidden.paths and landlock.abi() == 0:
                 raise UnusableEnvironment(
                     "agent.hidden.paths: this kernel has no Landlock, without which programs read whatever this user "
                     "can; use nodes with Linux 5.13 or later, or put what is hidden into agent.hidden.metadata"
                 )
             self._phases = CommandPhases(
-                agent, variables=config["variables"], files=None if files is None else Sandbox(**files)
+                agent, variables=config["variables"], files=None if files is None else ProcessAccess(**files)
             )
 
     async def step(  # type: ignore[override]

@@ -41,7 +41,7 @@ class ChildServer:
     none of the worker's descriptors, and ends with the worker.
     """
 
-    def __init__(self, settings: Mapping[str, Any], files: process_access.Sandbox) -> None:
+    def __init__(self, settings: Mapping[str, Any], files: process_access.ProcessAccess) -> None:
         """
         Args:
             settings: Fields of `serving.Serving`, without token and address.

@@ -8,7 +8,7 @@ import socket
 from kuberoll_api.model.environments import AGENT_TYPE
 from kuberoll_workers.environments.executor import Executor
 from kuberoll_workers.environments.isolation import RemoteEnvironment, Servers
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.registry import PlainSpec
 
 
@@ -22,7 +22,7 @@ class ServerIsolation:
         processes: int,
         timeout: float,
         spare: int,
-        sandbox: Sandbox,
+        access: ProcessAccess,
         servers: Servers | None,
     ) -> Executor:
         """See `isolation.RemoteIsolation`."""
@@ -36,12 +36,12 @@ class ServerIsolation:
             return RemoteExecutor(urls, name=spec.name, timeout=timeout, token=token, scope=scope, repeats=repeats)
         settings = {
             "spec": dataclasses.asdict(spec),
-            "sandbox": dataclasses.asdict(sandbox),
+            "access": dataclasses.asdict(access),
             "processes": processes,
             "spare": spare,
             "timeout": timeout,
         }
-        child = ChildServer(settings, sandbox)
+        child = ChildServer(settings, access)
         return RemoteExecutor(child, name=spec.name, timeout=timeout, token=child.token, owned=True, repeats=repeats)
 
     def environment(self, name: str, servers: Servers, *, patience: float) -> RemoteEnvironment:

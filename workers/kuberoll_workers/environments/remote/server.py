@@ -29,7 +29,7 @@ from kuberoll_workers.environments.outcome import (
     Outcomes,
     StepOutcome,
 )
-from kuberoll_workers.environments.process_access import Sandbox
+from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.processes import ProcessEnvironment, ProcessExecutor
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 from kuberoll_workers.environments.remote import protocol
@@ -105,7 +105,7 @@ class EnvironmentServer:
         *,
         processes: int = 1,
         spare: int = 0,
-        sandbox: Sandbox | None = None,
+        access: ProcessAccess | None = None,
         token: str | None = None,
         token_digest: str | None = None,
         timeout: float = TIMEOUT_SECONDS,
@@ -115,15 +115,15 @@ class EnvironmentServer:
         Args:
             processes: Maximum number of instances, each in a process of its own.
             spare: Number of further processes, for calls that would wait for one that hangs.
-            sandbox: Files and variables of the processes; None for the defaults.
+            access: Files and variables of the processes; None for the defaults.
             token: Bearer token that requests need; None: none, unless there is a digest.
             token_digest: Digest of the token (`kuberoll_api.contract.token_digest`), instead of it.
             timeout: Limit of the time that a request may ask for, in seconds.
             idle_seconds: Time after which an episode of a stateful environment that nobody uses is closed.
         """
         self._spec = spec
-        self._sandbox = sandbox
-        self._executor = ProcessExecutor(spec, processes=processes, spare=spare, timeout=timeout, sandbox=sandbox)
+        self._access = access
+        self._executor = ProcessExecutor(spec, processes=processes, spare=spare, timeout=timeout, access=access)
         self._token_digest = token_digest if token is None else contract.token_digest(token)
         self._timeout = timeout
         self._idle_seconds = idle_seconds
@@ -381,7 +381,7 @@ class EnvironmentServer:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[ProcessEnvironment]:
         try:
-            yield ProcessEnvironment(self._spec, self._sandbox)
+            yield ProcessEnvironment(self._spec, self._access)
         except UnusableEnvironment as error:
             raise EnvironmentFault(str(error), error.traceback) from error
 

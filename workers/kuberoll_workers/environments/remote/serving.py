@@ -16,7 +16,7 @@ from aiohttp import web
 
 from kuberoll_workers.environments import messages
 from kuberoll_workers.environments.outcome import EnvironmentFault
-from kuberoll_workers.environments.process_access import Sandbox, hide_from_others
+from kuberoll_workers.environments.process_access import ProcessAccess, hide_from_others
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.remote.child_server import REFUSED
 from kuberoll_workers.environments.remote.server import (
@@ -42,7 +42,7 @@ class Serving:
     """
 
     spec: PlainSpec
-    sandbox: Sandbox = field(default_factory=Sandbox)
+    access: ProcessAccess = field(default_factory=ProcessAccess)
     host: str = "127.0.0.1"
     port: int = 0
     path: str | None = None
@@ -67,7 +67,7 @@ async def open_server(serving: Serving) -> AsyncIterator[tuple[EnvironmentServer
         serving.spec,
         processes=serving.processes,
         spare=serving.spare,
-        sandbox=serving.sandbox,
+        access=serving.access,
         token=serving.token,
         token_digest=serving.token_digest,
         timeout=serving.timeout,
