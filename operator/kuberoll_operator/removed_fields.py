@@ -44,7 +44,7 @@ def with_kept(job: RolloutJob, paths: list[Path], live: Object | None) -> Rollou
     """The job with what its workers lost, as far as their Job still has it.
 
     The pods of one run stay alike: those that aggregate it have the workers' identity, and resumed workers the same
-    sandbox.
+    runtime class.
 
     Args:
         paths: Removed fields of the job.

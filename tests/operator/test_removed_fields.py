@@ -72,7 +72,7 @@ def test_the_event_names_the_fields_and_what_to_do() -> None:
 
 
 def test_what_the_workers_job_still_has_is_kept_for_the_pods_that_come() -> None:
-    """The aggregation writes with the workers' identity, and resumed workers have their sandbox."""
+    """The aggregation writes with the workers' identity, and resumed workers have their runtime class."""
     old = {
         "metadata": {"labels": {"team": "a"}, "annotations": {"iam": "role"}},
         "spec": {
