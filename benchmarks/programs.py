@@ -1,4 +1,4 @@
-"""Programs in the sandbox: programs a second of CPU time, against bare subprocesses.
+"""Confined programs: programs a second of CPU time, against bare subprocesses.
 
 CPU time is of everything: this process, the launcher, supervisors and programs. Elapsed time of a shared machine says
 little.

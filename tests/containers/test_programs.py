@@ -1,4 +1,4 @@
-"""The sandbox of programs in a worker's pod as the operator renders it and a kubelet starts it."""
+"""The confinement of programs in a worker's pod as the operator renders it and a kubelet starts it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900, func_only=True)
 
 
 @pytest.mark.parametrize("signals", ["scoped", pytest.param("supervised", marks=pytest.mark.long)])
-async def test_attacks_on_the_sandbox_fail_in_a_worker_s_pod(
+async def test_attacks_on_the_confinement_fail_in_a_worker_s_pod(
     node: ContainerNode, worker_image: str, signals: str
 ) -> None:
     made = job(f"attacked-{signals}", {"backend": "Native"}, count=1, repeats=1)

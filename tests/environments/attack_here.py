@@ -1,4 +1,4 @@
-"""Run all attacks on the sandbox of this machine, and print what came of them as JSON: for containers.
+"""Run all attacks on the confinement of programs on this machine, and print what came of them as JSON: for containers.
 
 python -m tests.environments.attack_here [supervise-signals]
 """

@@ -1,4 +1,4 @@
-"""Programs that try to get out of their sandbox. Each prints REACHED if it got what it wanted.
+"""Programs that try to get out of their confinement. Each prints REACHED if it got what it wanted.
 
 They are formatted with the fields of `Target`; braces of their own are doubled.
 """
@@ -19,7 +19,7 @@ class Target:
     Attributes:
         file: A file that is not theirs.
         directory: Its directory.
-        process: The process that runs the sandbox.
+        process: The process that runs the programs.
         port: A TCP port on 127.0.0.1, which listens, as the policy's does.
         abstract: The name of an abstract Unix socket, which listens.
         path: The path of a Unix socket, which listens.
@@ -94,7 +94,7 @@ REACHING: dict[str, str] = {
         "import socket\none, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
         "one.sendto(b'x', {path!r} + '.datagram'); print('REACHED')"
     ),
-    "signal the sandbox": "import os; os.kill({process}, 0); print('REACHED')",
+    "signal the runner": "import os; os.kill({process}, 0); print('REACHED')",
     "signal its parent": "import os; os.kill(os.getppid(), 0); print('REACHED')",
     "queue a signal to its parent": _SYSCALL.replace("{", "{{").replace("}", "}}")
     + (
@@ -103,16 +103,16 @@ REACHING: dict[str, str] = {
         "number = {{'x86_64': 129, 'aarch64': 138}}[platform.machine()]\n"
         "if syscall(number, os.getppid(), 28, ctypes.byref(info)) == 0: print('REACHED')"
     ),
-    "have a descriptor signal the sandbox": (
+    "have a descriptor signal the runner": (
         "import fcntl, os\nreading, writing = os.pipe()\nfcntl.fcntl(reading, 8, {process})\n"
         "assert fcntl.fcntl(reading, 9) == {process}\nprint('REACHED')"
     ),
     "trace its parent": "import ctypes, os; assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0; print('REACHED')",
-    "limit the sandbox": (
+    "limit the runner": (
         "import resource\nlimits = resource.prlimit({process}, resource.RLIMIT_CORE)\nprint('REACHED')"
     ),
-    "pin the sandbox": ("import os; os.sched_setaffinity({process}, os.sched_getaffinity(0)); print('REACHED')"),
-    "slow the sandbox": "import os; os.setpriority(os.PRIO_PROCESS, {process}, 0); print('REACHED')",
+    "pin the runner": ("import os; os.sched_setaffinity({process}, os.sched_getaffinity(0)); print('REACHED')"),
+    "slow the runner": "import os; os.setpriority(os.PRIO_PROCESS, {process}, 0); print('REACHED')",
     "enter namespaces": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0; print('REACHED')",
     "share memory": "import ctypes; assert ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0; print('REACHED')",
     "hide from the supervisor": ("import ctypes; assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0; print('REACHED')"),

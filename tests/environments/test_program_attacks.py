@@ -1,4 +1,4 @@
-"""Programs that attack the sandbox, run in it."""
+"""Confined programs that attack what confines them."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def test_nothing_outside_is_reached(runner: ProgramRunner, target: Target, name:
     outcome = run(runner, source)
     assert "REACHED" not in outcome.stdout, outcome
     assert "kuberoll-secret" not in outcome.stdout + outcome.stderr.replace(source, "")
-    # It ended by itself: it was refused, and the sandbox did not break.
+    # It ended by itself: it was refused, and the confinement did not break.
     assert outcome.kind in ("ok", "error"), outcome
     assert "SyntaxError" not in outcome.stderr
     assert Path(target.file).read_text() == "kuberoll-secret"
     assert os.listdir(target.directory) == ["generation.json"]
 
 
-# What even a program without a sandbox does not get here, or what is there only within it.
+# What even a program that is not confined does not get here, or what is there only for one that is.
 _REFUSED_TO_ALL = {
     "read its own variables", "read variables of other processes", "open the terminal", "gain privileges",
     "use a descriptor that was left open", "speak on the supervisor's channel", "set an attribute",
@@ -120,7 +120,7 @@ _REFUSED_TO_ALL = {
 
 
 @pytest.mark.parametrize("name", sorted(REACHING.keys() - _REFUSED_TO_ALL))
-def test_the_attacks_work_without_the_sandbox(target: Target, tmp_path: Path, name: str) -> None:
+def test_the_attacks_work_without_the_confinement(target: Target, tmp_path: Path, name: str) -> None:
     source = REACHING[name].format(**dataclasses.asdict(target))
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert "REACHED" in done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""Programs in the sandbox: what they have, what comes of them, and where there is no sandbox."""
+"""Confined programs: what they have, what comes of them, and where none can be confined."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kuberoll_workers.environments.programs import (
+    ConfinementUnavailable,
     Limits,
     Outcome,
     Program,
     ProgramFailed,
     ProgramRunner,
-    SandboxUnavailable,
     scratch,
 )
 from kuberoll_workers.environments.programs.model import TRUNCATED
@@ -138,7 +138,7 @@ def test_a_limit_that_cannot_be_is_refused(limits: dict[str, int]) -> None:
         Limits(**limits)
 
 
-# ---- where there is no sandbox
+# ---- where programs cannot be confined
 
 
 _WITHOUT_CALL = """
@@ -146,12 +146,12 @@ import errno, sys, pyseccomp
 filter = pyseccomp.SyscallFilter(defaction=pyseccomp.ALLOW)
 filter.add_rule(pyseccomp.ERRNO(errno.{error}), {call!r})
 filter.load()
-from kuberoll_workers.environments.programs import Program, ProgramRunner, SandboxUnavailable
+from kuberoll_workers.environments.programs import Program, ProgramRunner, ConfinementUnavailable
 ran = "nothing"
 try:
     with ProgramRunner(parallel=1) as runner:
         ran = runner.run(Program.python("print('it ran')"))
-except SandboxUnavailable as error:
+except ConfinementUnavailable as error:
     print(error)
 print(ran)
 """
@@ -181,11 +181,11 @@ def test_without_a_layer_nothing_runs_and_the_error_says_so(call: str, error: st
 
 
 def test_a_second_listener_around_it_is_an_error() -> None:
-    # A program of the sandbox cannot have a sandbox of its own; only one seccomp listener is possible.
+    # A confined program cannot confine others; only one seccomp listener is possible.
     source = (
         "import os, sys\nsys.path[:0] = sys.argv[1:]\n"
         "from kuberoll_workers.environments.programs import *\n"
-        "try: ProgramRunner(parallel=1).check()\nexcept (SandboxUnavailable, OSError) as e: print(type(e).__name__)\n"
+        "try: ProgramRunner(parallel=1).check()\nexcept (ConfinementUnavailable, OSError) as e: print(type(e).__name__)\n"
     )
     with ProgramRunner(parallel=1) as runner:
         outcome = runner.run(Program.python(source))
@@ -250,5 +250,5 @@ def test_an_outcome_is_plain_data() -> None:
         )
         == outcome
     )
-    with pytest.raises(SandboxUnavailable, match="why"):
+    with pytest.raises(ConfinementUnavailable, match="why"):
         Outcome.from_json(b'{"unavailable":"why"}')

@@ -1,4 +1,4 @@
-"""Entry of a program's process into the sandbox: files, limits, system calls."""
+"""Confinement of a program's process: files, limits, system calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from kuberoll_workers.environments import landlock
-from kuberoll_workers.environments.programs.model import Limits, SandboxUnavailable
+from kuberoll_workers.environments.programs.model import ConfinementUnavailable, Limits
 from kuberoll_workers.environments.programs.system_calls import CHANNEL, Filter
 
 LANDLOCK_ABI = 3
 """Version of Landlock that is required: from this one on it also covers truncation. Linux 6.2."""
 LANDLOCK_ABI_WITH_SIGNALS = 6
-"""Version from which Landlock keeps signals within the sandbox. Linux 6.12."""
+"""Version from which Landlock keeps signals within what it confines. Linux 6.12."""
 
 # Programs and libraries, and what the C library and Python read at their start.
 _SYSTEM = (
@@ -60,12 +60,12 @@ def enter(
     channel: socket.socket,
     signals_are_scoped: bool,
 ) -> None:
-    """Put this process into the sandbox, irrevocably, and send the listener of its filter over the channel.
+    """Confine this process, irrevocably, and send the listener of its filter over the channel.
 
     The launcher has dropped its capabilities, so that none is left.
 
     Raises:
-        SandboxUnavailable: The kernel refused a layer.
+        ConfinementUnavailable: The kernel refused a layer.
     """
     os.umask(0o077)
     _set_limits(limits)
@@ -77,7 +77,7 @@ def enter(
     try:
         landlock.restrict(rules, scoped=signals_are_scoped)
     except landlock.LandlockFailed as error:
-        raise SandboxUnavailable(f"Landlock refused its rules: {error}") from error
+        raise ConfinementUnavailable(f"Landlock refused its rules: {error}") from error
     os.dup2(channel.fileno(), CHANNEL, inheritable=False)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits.open_files, limits.open_files))
     listener = filter.install()

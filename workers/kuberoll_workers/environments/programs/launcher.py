@@ -21,30 +21,30 @@ import sys
 
 from kuberoll_workers.environments import landlock, process_access, process_tree
 from kuberoll_workers.environments.programs import confinement, supervisor, system_calls
-from kuberoll_workers.environments.programs.model import SandboxUnavailable
+from kuberoll_workers.environments.programs.model import ConfinementUnavailable
 
 _SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 1.0
 
 
 def check() -> None:
-    """Find out whether the sandbox can be had here.
+    """Find out whether programs can be confined here.
 
     Raises:
-        SandboxUnavailable: A layer is missing.
+        ConfinementUnavailable: A layer is missing.
     """
     if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
-        raise SandboxUnavailable("programs run in a sandbox of Linux on x86-64 or 64-bit ARM only")
+        raise ConfinementUnavailable("it takes Linux on x86-64 or 64-bit ARM")
     version = landlock.abi()
     if version < confinement.LANDLOCK_ABI:
         found = f"version {version}" if version else "none, or it is switched off, or a seccomp profile forbids it"
-        raise SandboxUnavailable(
+        raise ConfinementUnavailable(
             f"the kernel's Landlock must be version {confinement.LANDLOCK_ABI} (Linux 6.2) or later; found: {found}. "
             "Use nodes with a newer kernel; gVisor has no Landlock"
         )
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most <= system_calls.CHANNEL:
-        raise SandboxUnavailable(f"the limit of open files is {most}; it must be above {system_calls.CHANNEL}")
+        raise ConfinementUnavailable(f"the limit of open files is {most}; it must be above {system_calls.CHANNEL}")
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -55,7 +55,7 @@ def check() -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     if not seen:
-        raise SandboxUnavailable(
+        raise ConfinementUnavailable(
             "/proc does not show this process's children, so their memory cannot be limited: with isolation Process, "
             "set access.readablePaths: [/proc]"
         )
@@ -103,7 +103,7 @@ def _reap(supervisors: set[int]) -> None:
 
 
 def main() -> None:
-    """Entry point of the process: the first message is `ok`, or why there is no sandbox."""
+    """Entry point of the process: the first message is `ok`, or why programs cannot be confined."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process_access.drop_capabilities()
@@ -111,7 +111,7 @@ def main() -> None:
         check()
         scoped = landlock.abi() >= confinement.LANDLOCK_ABI_WITH_SIGNALS and "supervise-signals" not in sys.argv[2:]
         filter = system_calls.build(signals_are_scoped=scoped)
-    except SandboxUnavailable as error:
+    except ConfinementUnavailable as error:
         control.sendall(json.dumps(str(error)).encode() + b"\n")
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

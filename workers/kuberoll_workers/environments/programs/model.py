@@ -14,12 +14,12 @@ OutcomeKind = Literal["ok", "error", "wall_time", "cpu_time", "memory", "output"
 MIB = 1 << 20
 
 
-class SandboxUnavailable(RuntimeError):
-    """This machine lacks a layer of the sandbox; nothing is run without it. The message names the remedy."""
+class ConfinementUnavailable(RuntimeError):
+    """This machine lacks a layer of the confinement; nothing is run without it. The message names the remedy."""
 
 
 class ProgramFailed(RuntimeError):
-    """The sandbox itself failed, which says nothing about the program."""
+    """The confinement itself failed, which says nothing about the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Program:
         argv: Command; its first word is an absolute path.
         stdin: Standard input, which ends after it.
         files: Files of the scratch directory, which is the working directory, by name.
-        variables: Environment variables beside the sandbox's own.
+        variables: Environment variables beside those that every program has.
         readable: Files and directories that it may read, beside the system's libraries and this Python's.
     """
 
@@ -140,12 +140,12 @@ class Outcome:
     def from_json(cls, data: bytes) -> Self:
         """
         Raises:
-            SandboxUnavailable: The sandbox could not be entered.
+            ConfinementUnavailable: The program could not be confined.
             ProgramFailed: The program could not be started.
         """
         found: dict[str, Any] = json.loads(data)
         if "unavailable" in found:
-            raise SandboxUnavailable(found["unavailable"])
+            raise ConfinementUnavailable(found["unavailable"])
         if "failed" in found:
             raise ProgramFailed(found["failed"])
         return cls(**found)

@@ -1,4 +1,4 @@
-"""Client of the sandbox: runs programs, several at a time."""
+"""Client of the launcher: runs confined programs, several at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from types import TracebackType
 from typing import Self
 
 from kuberoll_workers.environments.programs import scratch
-from kuberoll_workers.environments.programs.model import Outcome, Program, ProgramFailed, SandboxUnavailable
+from kuberoll_workers.environments.programs.model import ConfinementUnavailable, Outcome, Program, ProgramFailed
 
 _START_SECONDS = 60.0
 
 
 class ProgramRunner:
-    """Runs programs in the sandbox. Thread-safe; its launcher is started with the first program."""
+    """Runs confined programs. Thread-safe; its launcher is started with the first program."""
 
     def __init__(self, *, parallel: int | None = None, supervise_signals: bool = False) -> None:
         """
@@ -43,7 +43,7 @@ class ProgramRunner:
         """Run a program to its end.
 
         Raises:
-            SandboxUnavailable: This machine lacks a layer of the sandbox.
+            ConfinementUnavailable: This machine lacks a layer of the confinement.
             ProgramFailed: The program could not be started, or its supervisor was killed.
         """
         with self._slots:
@@ -64,7 +64,7 @@ class ProgramRunner:
         """Start the launcher.
 
         Raises:
-            SandboxUnavailable: This machine lacks a layer of the sandbox.
+            ConfinementUnavailable: This machine lacks a layer of the confinement.
         """
         with self._lock:
             self._started()
@@ -121,10 +121,10 @@ class ProgramRunner:
             while not said.endswith(b"\n") and (chunk := ours.recv(4096)):
                 said += chunk
         ours.settimeout(None)
-        message = json.loads(said) if said else "its launcher did not start"
+        message = json.loads(said) if said else "their launcher did not start"
         if message != "ok":
             self._end()
-            raise SandboxUnavailable(f"there is no sandbox for programs: {message}")
+            raise ConfinementUnavailable(f"programs cannot be confined here: {message}")
         return ours
 
     def _end(self) -> None:

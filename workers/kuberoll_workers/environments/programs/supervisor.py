@@ -1,4 +1,4 @@
-"""Supervisor of one program: starts it in the sandbox, watches its limits, ends it with all that it started.
+"""Supervisor of one program: starts it confined, watches its limits, ends it with all that it started.
 
 A process of its own for each program, so that orphans come back to it: it is their "subreaper". It decides every new
 process and thread. When it stops deciding, none can be created anymore, so killing what is there ends.
@@ -28,11 +28,11 @@ from kuberoll_workers.environments.programs import confinement, scratch
 from kuberoll_workers.environments.programs.cpu_time import CpuTime
 from kuberoll_workers.environments.programs.model import (
     TRUNCATED,
+    ConfinementUnavailable,
     Limits,
     Outcome,
     OutcomeKind,
     ProgramFailed,
-    SandboxUnavailable,
 )
 from kuberoll_workers.environments.programs.system_calls import EXIT, TASKS, THREAD, Filter
 
@@ -53,7 +53,7 @@ def supervise(client: socket.socket, filter: Filter, *, signals_are_scoped: bool
     try:
         request = json.loads(_request(client))
         answer: dict[str, Any] = asdict(_Supervision(client, request, filter, signals_are_scoped).run())
-    except SandboxUnavailable as error:
+    except ConfinementUnavailable as error:
         answer = {"unavailable": str(error)}
     except Exception as error:
         answer = {"failed": f"{type(error).__name__}: {error}"}
@@ -190,8 +190,8 @@ class _Supervision:
         if text or not listeners:
             self._end()
             unavailable, _, message = text.partition(":")
-            kind = SandboxUnavailable if unavailable == "SandboxUnavailable" else ProgramFailed
-            raise kind(message.strip() or text or "the program's process ended before it entered the sandbox")
+            kind = ConfinementUnavailable if unavailable == "ConfinementUnavailable" else ProgramFailed
+            raise kind(message.strip() or text or "the program's process ended before it was confined")
 
     def _become(self, parent: int, stdin: int, told: int, channel: socket.socket) -> None:
         """Become the program, in the forked process; does not return."""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from types import ModuleType
 
-from kuberoll_workers.environments.programs.model import SandboxUnavailable
+from kuberoll_workers.environments.programs.model import ConfinementUnavailable
 
 CHANNEL = 1000
 """Descriptor over which the filter's listener is sent to the supervisor; above the limit of open files, so that a
@@ -131,7 +131,7 @@ class Filter:
         listener = int(_libc().syscall(self._install, set_mode_filter, flags, ctypes.byref(self._described)))
         if listener < 0:
             number = ctypes.get_errno()
-            raise SandboxUnavailable(_REFUSED.format(errno.errorcode.get(number, number)))
+            raise ConfinementUnavailable(_REFUSED.format(errno.errorcode.get(number, number)))
         return listener
 
 
@@ -140,15 +140,15 @@ def build(*, signals_are_scoped: bool) -> Filter:
     """The filter of all programs.
 
     Args:
-        signals_are_scoped: True if Landlock keeps signals within the sandbox; otherwise the supervisor decides each.
+        signals_are_scoped: True if Landlock keeps signals within what it confines; else the supervisor decides each.
 
     Raises:
-        SandboxUnavailable: libseccomp is missing, or the kernel has no filters that ask a supervisor.
+        ConfinementUnavailable: libseccomp is missing, or the kernel has no filters that ask a supervisor.
     """
     try:
         return _build(_library(), signals_are_scoped)
     except (OSError, ValueError) as error:
-        raise SandboxUnavailable(_REFUSED.format(error)) from error
+        raise ConfinementUnavailable(_REFUSED.format(error)) from error
 
 
 def _build(seccomp: ModuleType, signals_are_scoped: bool) -> Filter:
@@ -224,7 +224,7 @@ def _library() -> ModuleType:
     try:
         import pyseccomp
     except (ImportError, OSError, RuntimeError) as error:
-        raise SandboxUnavailable(
+        raise ConfinementUnavailable(
             f"libseccomp cannot be loaded ({error}): install kuberoll[workers] and the system's package libseccomp2"
         ) from error
     found: ModuleType = pyseccomp

@@ -1,4 +1,4 @@
-"""Code execution: one program, graded by tests that run in the sandbox."""
+"""Code execution: one program, graded by tests that run confined."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kuberoll_workers.environments.interface import (
     ScoringCase,
     UnusableRow,
 )
-from kuberoll_workers.environments.programs import Limits, ProgramRunner, SandboxUnavailable
+from kuberoll_workers.environments.programs import ConfinementUnavailable, Limits, ProgramRunner
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
 MIB = 1 << 20
@@ -71,7 +71,7 @@ class CodeExecutionEnvironment(EnvironmentInterface):
 
     `metadata.tests` has the tests. The process that runs the program never sees what it should result in, so it cannot
     print, exit or patch its way to a reward. A program that fails, hangs or exceeds a limit gets 0, or its share; a
-    sandbox that does not work is a failure of the environment, and tests that cannot be used are one of the row.
+    confinement that does not work is a failure of the environment, and tests that cannot be used are one of the row.
     """
 
     row_metadata: ClassVar[Mapping[str, str]] = {"tests": "inputs and outputs of a function or program, or assertions"}
@@ -93,7 +93,7 @@ class CodeExecutionEnvironment(EnvironmentInterface):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         """
         Raises:
-            UnusableEnvironment: The config is invalid, or there is no sandbox here.
+            UnusableEnvironment: The config is invalid, or programs cannot be confined here.
         """
         self._config = parse_config(CodeExecutionConfig, config)
         self._limits = Limits(
@@ -109,7 +109,7 @@ class CodeExecutionEnvironment(EnvironmentInterface):
             # Found out before the engine starts. Elsewhere only the metrics of a run can be computed.
             try:
                 self._runner.check()
-            except SandboxUnavailable as error:
+            except ConfinementUnavailable as error:
                 raise UnusableEnvironment(str(error)) from error
 
     async def step(  # type: ignore[override]
@@ -119,8 +119,8 @@ class CodeExecutionEnvironment(EnvironmentInterface):
 
         Raises:
             UnusableRow: A row has no tests, or tests that cannot be used.
-            UnusableEnvironment: There is no sandbox here.
-            ProgramFailed: The sandbox does not work.
+            UnusableEnvironment: Programs cannot be confined here.
+            ProgramFailed: The confinement does not work.
         """
         states = [state or {} for state in metadata]
         replies = [reply_of(log) for log in message_log_batch]
@@ -133,7 +133,7 @@ class CodeExecutionEnvironment(EnvironmentInterface):
                 for given in zip(replies, states, prepared, strict=True)
             )
             return batch_of(await asyncio.gather(*turns))
-        except SandboxUnavailable as error:
+        except ConfinementUnavailable as error:
             raise UnusableEnvironment(str(error)) from error
 
     def check_row(self, metadata: Metadata) -> None:
@@ -187,7 +187,7 @@ class CodeExecutionEnvironment(EnvironmentInterface):
         return generated_rows(count, seed)
 
     def shutdown(self) -> None:
-        """End the sandbox's launcher."""
+        """End the launcher of programs."""
         self._runner.close()
         self._threads.shutdown(wait=False)
 

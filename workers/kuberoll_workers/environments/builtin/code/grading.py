@@ -1,4 +1,4 @@
-"""Grading of a program: runs it with its tests in the sandbox."""
+"""Grading of a program: runs it, confined, with its tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def grade(
     """Grade a program.
 
     The expected results never enter the process that runs the program: outputs are compared here, and calls are made by
-    another process of the sandbox, which has the tests.
+    another confined process, which has the tests.
 
     Args:
         limits: Of one run: of one input, or of all tests of a function.
@@ -56,7 +56,7 @@ def grade(
 
     Raises:
         UnusableTests: The tests are at fault.
-        SandboxUnavailable, ProgramFailed: See `ProgramRunner.run`.
+        ConfinementUnavailable, ProgramFailed: See `ProgramRunner.run`.
     """
     if isinstance(tests, OutputTests):
         return _grade_outputs(f"{setup}\n{code}" if setup else code, tests, runner, limits, all_tests, tolerance)

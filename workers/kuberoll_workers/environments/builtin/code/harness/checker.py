@@ -413,5 +413,5 @@ def _failure(error):
 
 if __name__ == "__main__":
     main()
-    # The process with the policy's code is ended with the sandbox.
+    # The process with the policy's code is killed when this one has ended.
     os._exit(0)
