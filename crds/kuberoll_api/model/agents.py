@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from kuberoll_api.model.contradictions import contradiction
 from kuberoll_api.model.traits import IDENTITY, OPERATION
-from kuberoll_api.model.types import ENTRYPOINT_PATTERN, Model, SandboxPath, Seconds, Url
+from kuberoll_api.model.types import ENTRYPOINT_PATTERN, AccessPath, Model, Seconds, Url
 
 Argument = Annotated[str, StringConstraints(max_length=4096)]
 """One argument of a program, or its name."""
@@ -60,7 +60,7 @@ class GymAgents(Model):
 class HiddenFromAgent(Model):
     """What the program that scores is given, and setup and command are not."""
 
-    paths: list[SandboxPath] = Field(
+    paths: list[AccessPath] = Field(
         default_factory=list,
         max_length=64,
         description="Files and directories, e.g. hidden tests, that only score can read. For isolation Process and "

@@ -14,12 +14,12 @@ from kuberoll_api.model.traits import IDENTITY, OPERATION, POD
 from kuberoll_api.model.types import (
     ENTRYPOINT_PATTERN,
     VARIABLE_PATTERN,
+    AccessPath,
     DnsLabel,
     DnsName,
     JsonObject,
     Model,
     Name,
-    SandboxPath,
     Seconds,
     Url,
 )
@@ -57,13 +57,13 @@ class EnvironmentAccess(Model):
         max_length=64,
         description="Environment variables that the processes inherit from the worker.",
     )
-    readable_paths: list[SandboxPath] = Field(
+    readable_paths: list[AccessPath] = Field(
         default_factory=list,
         max_length=64,
         description="Additional files and directories that the processes may read, e.g. below /tmp or in the "
         "home directory.",
     )
-    writable_paths: list[SandboxPath] = Field(
+    writable_paths: list[AccessPath] = Field(
         default_factory=list,
         max_length=64,
         description="Files and directories that the processes may change, in addition to their temporary directory.",

@@ -51,8 +51,8 @@ LongText = Annotated[str, StringConstraints(max_length=65536)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
 
-SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^(/|~|\.)")]
-"""A path of the machine that a sandboxed process may use, or not; `~` is the home, `.` the working directory."""
+AccessPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^(/|~|\.)")]
+"""A path of the machine that an environment's process may use, or not; `~` is the home, `.` the working directory."""
 JsonObject = Annotated[dict[str, JsonValue], Field(max_length=1024)]
 TrackingName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Quantity = (
