@@ -20,6 +20,7 @@ from kuberoll_workers.environments.programs import (
     Program,
     ProgramFailed,
     ProgramRunner,
+    SandboxUnavailable,
     scratch,
 )
 from kuberoll_workers.environments.programs.model import TRUNCATED
@@ -251,4 +252,9 @@ def test_an_outcome_is_plain_data() -> None:
         == outcome
     )
     with pytest.raises(ConfinementUnavailable, match="why"):
+        Outcome.from_json(b'{"unavailable":"why"}')
+
+
+def test_the_released_name_of_the_error_still_catches_it() -> None:
+    with pytest.raises(SandboxUnavailable, match="why"):
         Outcome.from_json(b'{"unavailable":"why"}')

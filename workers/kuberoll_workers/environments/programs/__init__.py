@@ -6,4 +6,15 @@
 from kuberoll_workers.environments.programs.model import ConfinementUnavailable, Limits, Outcome, Program, ProgramFailed
 from kuberoll_workers.environments.programs.runner import ProgramRunner
 
-__all__ = ["ConfinementUnavailable", "Limits", "Outcome", "Program", "ProgramFailed", "ProgramRunner"]
+# Its name in 0.2.0, which environments of users may catch.
+SandboxUnavailable = ConfinementUnavailable
+
+__all__ = [
+    "ConfinementUnavailable",
+    "Limits",
+    "Outcome",
+    "Program",
+    "ProgramFailed",
+    "ProgramRunner",
+    "SandboxUnavailable",
+]
