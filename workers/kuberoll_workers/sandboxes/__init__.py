@@ -1,0 +1,1 @@
+"""Machines that trajectories have, each its own."""

@@ -1,0 +1,215 @@
+"""Connections of a handle to the server inside its sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost
+from kuberoll_workers.sandboxes.guest.frames import CHUNK_BYTES, VERSION, Decoder, Header, InvalidFrame, encode
+from kuberoll_workers.sandboxes.keys import Key
+
+CONNECT_SECONDS: Final = 20.0
+"""Time in which a sandbox must answer a new connection."""
+
+_WINDOW_BYTES: Final = 1 << 20
+_MOST_IDLE: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """All that a handle needs to reach its sandbox; plain data, and secret.
+
+    Attributes:
+        name: The sandbox's name.
+        address: `unix:PATH` or `tcp:HOST:PORT`.
+        certificate, private: The key that the sandbox obeys, PEM.
+    """
+
+    name: str
+    address: str
+    certificate: str
+    private: str = field(repr=False)
+
+    @property
+    def key(self) -> Key:
+        """The key."""
+        return Key(self.certificate, self.private)
+
+
+class Connection:
+    """A connection, which has one operation at a time.
+
+    Attributes:
+        closed: True if it was closed here.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = Decoder()
+        self._frames: deque[tuple[Header, bytes]] = deque()
+        self._window = _WINDOW_BYTES
+        self._wider = asyncio.Event()
+        self.closed = False
+
+    async def send(self, header: Header, payload: bytes = b"") -> None:
+        """Send a frame.
+
+        Raises:
+            SandboxLost: The connection is gone.
+        """
+        try:
+            self._writer.write(encode(header, payload))
+            await self._writer.drain()
+        except (OSError, ssl.SSLError) as error:
+            raise SandboxLost(f"the connection to the sandbox broke: {error}") from error
+
+    async def send_input(self, data: bytes | memoryview) -> None:
+        """Send bytes for the operation's input, as fast as it takes them; somebody must receive meanwhile.
+
+        Raises:
+            SandboxLost: The connection is gone.
+        """
+        view = memoryview(data)
+        while view:
+            while self._window <= 0:
+                self._wider.clear()
+                await self._wider.wait()
+                if self.closed:
+                    raise SandboxLost("the connection to the sandbox is closed")
+            piece = bytes(view[: min(CHUNK_BYTES, self._window)])
+            self._window -= len(piece)
+            await self.send({"kind": "input"}, piece)
+            view = view[len(piece) :]
+
+    async def receive(self) -> tuple[Header, bytes]:
+        """The next frame; those that only say how much input was taken are not among them.
+
+        Raises:
+            SandboxLost: The connection is gone.
+        """
+        while True:
+            while not self._frames:
+                try:
+                    data = await self._reader.read(CHUNK_BYTES)
+                    if not data:
+                        raise SandboxLost("the sandbox has closed the connection")
+                    self._frames.extend(self._decoder.feed(data))
+                except (OSError, ssl.SSLError, InvalidFrame) as error:
+                    raise SandboxLost(f"the connection to the sandbox broke: {error}") from error
+            header, payload = self._frames.popleft()
+            if header["kind"] != "taken":
+                return header, payload
+            self._window += int(header["bytes"])
+            self._wider.set()
+
+    def close(self) -> None:
+        """Close it at once; what it has begun ends."""
+        self.closed = True
+        self._wider.set()
+        self._writer.close()
+        # Nobody waits for the other side to agree.
+        self._writer.transport.abort()
+
+
+async def connect(ticket: Ticket, context: ssl.SSLContext, *, seconds: float = CONNECT_SECONDS) -> Connection:
+    """Connect to a sandbox, and show the key that it obeys.
+
+    Args:
+        seconds: Time limit.
+
+    Raises:
+        SandboxLost: It does not answer, or obeys others.
+    """
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop, limit=CHUNK_BYTES * 2)
+    end: socket.socket | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            end = await _socket(ticket.address)
+            protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+            # Who connects is TLS's server: the sandbox, which has no key, checks this side's certificate.
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, end, ssl=context)
+            end = None
+            connection = Connection(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+            try:
+                await connection.send({"kind": "hello", "sandbox": ticket.name})
+                header, _ = await connection.receive()
+                if header["kind"] != "hello" or header["version"] != VERSION:
+                    raise SandboxLost(f"{ticket.name}: {header.get('error', 'another release answers there')}")
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+    except TimeoutError as error:
+        raise SandboxLost(f"the sandbox {ticket.name} did not answer within {seconds:g} s") from error
+    except (OSError, ssl.SSLError) as error:
+        raise SandboxLost(f"the sandbox {ticket.name} cannot be reached: {error}") from error
+    finally:
+        if end is not None:
+            end.close()
+
+
+async def _socket(address: str) -> socket.socket:
+    kind, _, place = address.partition(":")
+    loop = asyncio.get_running_loop()
+    if kind == "unix":
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        target: Any = place
+    else:
+        host, _, port = place.rpartition(":")
+        host = host.strip("[]")
+        end = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        target = (host, int(port))
+    try:
+        end.setblocking(False)
+        await loop.sock_connect(end, target)
+        if kind != "unix":
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        end.close()
+        raise
+    return end
+
+
+class Pool:
+    """Connections to one sandbox that are used again."""
+
+    def __init__(self, ticket: Ticket, context: ssl.SSLContext) -> None:
+        self.ticket = ticket
+        self._context = context
+        self._idle: list[Connection] = []
+        self._closed = False
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """A connection for one operation, which must be over at the end; otherwise the connection is closed.
+
+        Raises:
+            SandboxLost: The sandbox does not answer.
+        """
+        if self._closed:
+            raise SandboxError(f"the sandbox {self.ticket.name} is closed")
+        used = self._idle.pop() if self._idle else await connect(self.ticket, self._context)
+        try:
+            yield used
+        except BaseException:
+            used.close()
+            raise
+        if used.closed or self._closed or len(self._idle) >= _MOST_IDLE:
+            used.close()
+        else:
+            self._idle.append(used)
+
+    def close(self) -> None:
+        """Close all that are idle; the others are closed when their operation is over."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()

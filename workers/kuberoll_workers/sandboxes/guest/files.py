@@ -1,0 +1,125 @@
+"""Operations on files of a sandbox; each runs in a process of its own, as the user that it is for.
+
+Each takes the descriptors of its input and its output, of which it uses one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from typing import Any, Final
+
+from .frames import CHUNK_BYTES
+
+_DEFAULT_MODE: Final = 0o644
+
+
+def read(path: str, *, offset: int, size: int | None, output: int, input: int = -1) -> None:  # noqa: ARG001
+    """Write a file, or a part of it, to a descriptor.
+
+    Raises:
+        OSError: It cannot be read, or is no ordinary file.
+    """
+    # A pipe would never end.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            os.read(descriptor, 1)
+        raise OSError(22, "it is no ordinary file", path)
+    left = size
+    position = offset
+    while left is None or left > 0:
+        data = os.pread(descriptor, CHUNK_BYTES if left is None else min(CHUNK_BYTES, left), position)
+        if not data:
+            return
+        position += len(data)
+        left = None if left is None else left - len(data)
+        _write(output, data)
+
+
+def write(path: str, *, mode: int | None, parents: bool, input: int, output: int = -1) -> None:  # noqa: ARG001
+    """Write what comes from a descriptor to a file, which is replaced as a whole when all has come.
+
+    A link is followed. A new file has the mode 0644, and one that was there keeps its own.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = os.path.realpath(path)
+    directory = os.path.dirname(path)
+    if parents:
+        os.makedirs(directory, exist_ok=True)
+    found: os.stat_result | None = None
+    with contextlib.suppress(FileNotFoundError):
+        found = os.stat(path)
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        # A device, or a directory, which says so.
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        _copy(input, descriptor)
+        return
+    temporary = f"{directory.rstrip('/')}/.kuberoll-{os.getpid()}"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
+    try:
+        _copy(input, descriptor)
+        kept = _DEFAULT_MODE if found is None else stat.S_IMODE(found.st_mode)
+        if found is not None and (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
+            with contextlib.suppress(OSError):
+                os.fchown(descriptor, found.st_uid, found.st_gid)
+        os.fchmod(descriptor, kept if mode is None else mode)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def unpack(path: str, *, input: int, output: int = -1) -> None:  # noqa: ARG001
+    """Unpack a tar archive that comes from a descriptor into a directory, which is made.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    import tarfile
+
+    os.makedirs(path, exist_ok=True)
+    with open(input, "rb", closefd=False) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+        for member in archive:
+            # It comes from outside, where it was packed by us: owners are the user's, modes are the archive's.
+            archive.extract(member, path, set_attrs=True, numeric_owner=True, filter=_mine)
+
+
+def pack(path: str, *, output: int, input: int = -1) -> None:  # noqa: ARG001
+    """Write a file or a directory to a descriptor, as a tar archive.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    import tarfile
+
+    os.lstat(path)
+    with open(output, "wb", closefd=False) as file, tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as to:
+        to.add(path, arcname=".", filter=_ordinary)
+
+
+def _mine(member: Any, _: str) -> Any:
+    return member.replace(uid=os.geteuid(), gid=os.getegid(), uname="", gname="", deep=False)
+
+
+def _ordinary(member: Any) -> Any:
+    """A member, without pipes, sockets and devices."""
+    return member if member.isfile() or member.isdir() or member.issym() or member.islnk() else None
+
+
+def _copy(source: int, target: int) -> None:
+    while data := os.read(source, CHUNK_BYTES):
+        _write(target, data)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,105 @@
+"""Processes of a sandbox that this server knows of: their end, and its own place among them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Final
+
+END_SECONDS: Final = 10.0
+"""Time in which killed processes must be gone."""
+
+_SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36
+_PAUSE_SECONDS: Final = 0.0005
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def end_others(*, seconds: float = END_SECONDS) -> int:
+    """Kill every process but this one, which must be the first of its PID namespace.
+
+    Returns:
+        The number of processes that are left, such as of a user that this one may not send signals to.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            # All at once, so that none can start another meanwhile; it never reaches the first one itself.
+            os.kill(-1, signal.SIGKILL)
+        reap()
+        left = sum(1 for pid in _processes() if pid != os.getpid())
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(_PAUSE_SECONDS)
+
+
+def end_below(*, process: int, seconds: float = END_SECONDS) -> int:
+    """Kill everything below this process, which is its subreaper.
+
+    Args:
+        process: One of its children.
+
+    Returns:
+        The wait status of that child.
+    """
+    deadline = time.monotonic() + seconds
+    status = signal.SIGKILL.value
+    while time.monotonic() < deadline:
+        for found in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(found, signal.SIGKILL)
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] > 0:
+                status = ended[1] if ended[0] == process else status
+        except ChildProcessError:
+            return status
+        time.sleep(_PAUSE_SECONDS)
+    return status
+
+
+def reap() -> dict[int, int]:
+    """Wait statuses of the children that have ended, by id."""
+    found = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0] > 0:
+            found[ended[0]] = ended[1]
+    return found
+
+
+def close_to_others() -> None:
+    """Close this process's memory to processes of the same user, except those with the right to trace."""
+    _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def become_reaper() -> None:
+    """Become the parent of orphans below this process."""
+    _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(process: int) -> Iterator[int]:
+    """Ids of everything below a process."""
+    below: dict[int, list[int]] = {}
+    for pid in _processes():
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+            # The name may have spaces and brackets.
+            below.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(pid)
+    waiting = below.get(process, [])
+    while waiting:
+        found = waiting.pop()
+        yield found
+        waiting.extend(below.get(found, ()))
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def log(text: str) -> None:
+    """Write a line to the sandbox's own log."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

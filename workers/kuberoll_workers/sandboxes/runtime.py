@@ -1,0 +1,195 @@
+"""The runtime that comes into a sandbox: an interpreter with a loader, libraries and modules of its own.
+
+An image may have another C library than glibc, or none, and no Python. The dynamic loader is therefore started by its
+path, with the directory of the libraries that it may use; the interpreter finds its modules beside itself. All of it is
+one directory, which is mounted read-only at `PLACE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import py_compile
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kuberoll_workers.sandboxes import guest
+from kuberoll_workers.sandboxes.errors import SandboxUnavailable
+from kuberoll_workers.sandboxes.guest.settings import VARIABLE, Settings
+
+PLACE: Final = "/.kuberoll"
+"""Where the runtime is in a sandbox."""
+
+RUNTIME_VARIABLE: Final = "KUBEROLL_SANDBOX_RUNTIME"
+"""Variable that names the directory of a runtime that was made before, as in our images."""
+
+_GUEST: Final = "kuberoll_guest"
+# What the guest imports only when it needs it, beside what it imports at once.
+_LATER: Final = ("tarfile", "encodings.ascii", "encodings.latin_1", "encodings.utf_8", "encodings.idna")
+_COMPLETE: Final = "complete.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """A runtime.
+
+    Attributes:
+        directory: Where it is on this machine.
+    """
+
+    directory: Path
+
+    @property
+    def argv(self) -> list[str]:
+        """The program that a sandbox begins with, and its arguments."""
+        return [
+            *(f"{PLACE}/ld", "--library-path", f"{PLACE}/lib", f"{PLACE}/bin/python3"),
+            # Neither variables nor directories of the image have a part in it.
+            *("-I", "-S", "-B", "-m", _GUEST),
+        ]
+
+    @staticmethod
+    def environment(settings: Settings) -> dict[str, str]:
+        """Variables of that program; they take the place of those that the loader would read of the image's."""
+        return {VARIABLE: settings.encode(), "LD_PRELOAD": "", "LD_AUDIT": "", "GLIBC_TUNABLES": ""}
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
+
+
+def find_runtime(cache: Path) -> Runtime:
+    """The runtime of this release: the one that a variable names, or one that is made of this interpreter, once.
+
+    Args:
+        cache: Directory in which runtimes are kept.
+
+    Raises:
+        SandboxUnavailable: This interpreter cannot serve.
+    """
+    if place := os.environ.get(RUNTIME_VARIABLE):
+        return Runtime(Path(place))
+    if sys.platform != "linux":
+        raise SandboxUnavailable(
+            f"sandboxes on this machine need the Linux runtime of our worker image: set {RUNTIME_VARIABLE} to it"
+        )
+    directory = cache / f"runtime-{_digest()}"
+    if not (directory / _COMPLETE).exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix="runtime-", dir=cache))
+        try:
+            make_runtime(made)
+            made.chmod(0o755)
+            with contextlib.suppress(OSError):
+                # Another process may have been faster.
+                made.rename(directory)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return Runtime(directory)
+
+
+def make_runtime(directory: Path) -> None:
+    """Make a runtime of this interpreter.
+
+    Raises:
+        SandboxUnavailable: It is no dynamic program for Linux.
+    """
+    python = Path(sys.executable).resolve()
+    if (loader := _loader(python)) is None:
+        raise SandboxUnavailable(f"{python} has no dynamic loader; use a Python that is linked dynamically")
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    modules = directory / "lib" / version
+    dynamic = modules / "lib-dynload"
+    dynamic.mkdir(parents=True)
+    (directory / "bin").mkdir()
+    shutil.copy(loader, directory / "ld")
+    shutil.copy(python, directory / "bin" / "python3")
+    libraries = set(_libraries(loader, python))
+    source = Path(guest.__file__).parent
+    (modules / _GUEST).mkdir()
+    for path in sorted(source.glob("*.py")):
+        _compile(path, modules / _GUEST / path.name)
+    for name, path in _modules(source):
+        if path.suffix == ".so":
+            shutil.copy(path, dynamic / path.name)
+            libraries.update(_libraries(loader, path))
+        else:
+            target = modules.joinpath(*name.split("."))
+            target = target / "__init__.py" if path.name == "__init__.py" else target.with_suffix(".py")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _compile(path, target)
+    for library in sorted(libraries):
+        shutil.copy(library, directory / "lib" / library.name)
+    (directory / _COMPLETE).write_text(json.dumps({"python": sys.version}))
+
+
+def _compile(source: Path, target: Path) -> None:
+    """Put a module's code in place of its text: it is what an interpreter reads that may not write."""
+    py_compile.compile(str(source), cfile=str(target.with_suffix(".pyc")), dfile=target.name, doraise=True, optimize=2)
+
+
+def _modules(source: Path) -> Iterator[tuple[str, Path]]:
+    """Name and file of the modules of the standard library that the guest needs."""
+    code = (
+        "import sys, importlib, json\n"
+        f"sys.path.insert(0, {str(source.parent)!r})\n"
+        f"for name in {('guest.server', *_LATER)!r}: importlib.import_module(name)\n"
+        "print(json.dumps({name: module.__spec__.origin for name, module in sys.modules.items()"
+        " if getattr(module, '__spec__', None) is not None and not name.startswith('guest')}))\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    found: dict[str, str | None] = json.loads(done.stdout)
+    # The frozen ones are read from their files, too, so that the interpreter finds where its library is.
+    library = Path(os.__file__).parent
+    for name, origin in found.items():
+        if origin == "frozen":
+            place = library.joinpath(*name.split("."))
+            origin = str(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
+        if origin is not None and origin != "built-in" and Path(origin).exists():
+            yield name, Path(origin)
+
+
+def _libraries(loader: Path, program: Path) -> Iterator[Path]:
+    """The shared libraries that a program is linked with."""
+    done = subprocess.run([loader, "--list", program], capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        if "=>" in line and (path := line.split("=>")[1].split("(")[0].strip()).startswith("/"):
+            yield Path(path)
+
+
+def _loader(program: Path) -> Path | None:
+    """The dynamic loader that a program names; None if it names none."""
+    with program.open("rb") as file:
+        head = file.read(64)
+        if head[:4] != b"\x7fELF" or head[4] != 2:
+            return None
+        (offset,) = struct.unpack_from("<Q", head, 32)
+        size, count = struct.unpack_from("<HH", head, 54)
+        file.seek(offset)
+        table = file.read(size * count)
+        for index in range(count):
+            kind, _, place, _, _, length = struct.unpack_from("<IIQQQQ", table, index * size)
+            if kind == 3:
+                file.seek(place)
+                return Path(os.fsdecode(file.read(length).rstrip(b"\0"))).resolve()
+    return None
+
+
+def _digest() -> str:
+    """Digest of what a runtime is made of."""
+    digest = hashlib.blake2b(digest_size=8)
+    files: Sequence[Path] = (*sorted(Path(guest.__file__).parent.glob("*.py")), Path(__file__))
+    for path in files:
+        digest.update(path.read_bytes())
+    digest.update(f"{sys.version}\n{Path(sys.executable).resolve()}\n{Path(sys.executable).stat().st_mtime_ns}".encode())
+    return digest.hexdigest()
