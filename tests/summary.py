@@ -61,7 +61,8 @@ def seconds_by_directory(stats: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     tests: Counter[str] = Counter()
     for report in (each for kind in _TIMED for each in stats.get(kind, [])):
         directory = _place(report).partition("::")[0].removeprefix("tests/").partition("/")[0]
-        seconds[directory] += report.duration
+        # The report of a module that could not be imported has none.
+        seconds[directory] += getattr(report, "duration", 0.0)
         tests[directory] += report.when == "call"
     for directory, taken in seconds.most_common():
         if taken >= 1:
