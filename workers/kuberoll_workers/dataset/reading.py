@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from kuberoll_api.paths import format_path
 from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.tracebacks import traceback_of
 from kuberoll_workers.dataset.columns import ColumnMap
+from kuberoll_workers.dataset.forms import uri_rows
 from kuberoll_workers.dataset.order import NumberedRow, derived_seed, mixed, shuffled
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_row, row_of_source
-from kuberoll_workers.dataset.sources import RawRow, checked_integers, file_rows, hub_rows, json_row
+from kuberoll_workers.dataset.sources import RawRow, checked_integers, hub_rows, json_row
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.outcome import EnvironmentFault
 from kuberoll_workers.environments.registry import UnusableEnvironment
@@ -34,6 +35,7 @@ def read_rows(
     environment: EnvironmentSource,
     refused: Callable[[DatasetError], None] | None = None,
     gym_agents: Collection[str] = (),
+    types: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
     """All rows of a dataset in the job's order, validated, up to its limit; files are streamed.
 
@@ -42,11 +44,12 @@ def read_rows(
         task_names: Names of the job's environments, in their order.
         refused: Called with the error of each invalid row, which is then left out; None to raise it.
         gym_agents: As in `parse_row`.
+        types: Type of each environment that has one, by name.
 
     Raises:
         DatasetError: The source cannot be read, or a row is invalid.
     """
-    readers = _readers(dataset, base, task_names, environment, gym_agents)
+    readers = _readers(dataset, base, task_names, environment, gym_agents, types or {})
     for numbered in itertools.islice(_ordered(dataset, readers), dataset.limit):
         try:
             row = readers[numbered.part].parse(numbered)
@@ -64,6 +67,7 @@ class _Reader:
 
     Attributes:
         part: Its settings, if it is one of several.
+        unreadable: Errors of rows that cannot be read, by their numbers; grows while `rows` is read.
     """
 
     rows: Iterator[NumberedRow]
@@ -72,6 +76,7 @@ class _Reader:
     template: PromptTemplate | None
     part: DatasetPart | None
     gym_agents: Collection[str]
+    unreadable: Mapping[int, DatasetError]
 
     def parse(self, numbered: NumberedRow) -> Row:
         """Validate a row.
@@ -79,6 +84,8 @@ class _Reader:
         Raises:
             DatasetError: It is invalid.
         """
+        if (error := self.unreadable.get(numbered.number)) is not None:
+            raise error
         row = parse_row(
             numbered.row,
             place=numbered.place,
@@ -97,12 +104,19 @@ def _readers(
     task_names: Sequence[str],
     environment: EnvironmentSource,
     gym_agents: Collection[str],
+    types: Mapping[str, str],
 ) -> list[_Reader]:
-    def rows(index: int, source: DatasetSource, path: ManifestPath) -> Iterator[NumberedRow]:
-        raw = _raw_rows(source, format_path(path), base, task_names, environment)
-        return (NumberedRow(index, number, place, row) for number, (place, row) in enumerate(raw))
-
     located = dataset.located_sources()
+    unreadable: list[dict[int, DatasetError]] = [{} for _ in located]
+
+    def rows(index: int, source: DatasetSource, path: ManifestPath) -> Iterator[NumberedRow]:
+        raw = _raw_rows(source, format_path(path), base, task_names, environment, types)
+        for number, (place, row) in enumerate(raw):
+            if isinstance(row, DatasetError):
+                # An error is no JSON, as which rows are shuffled.
+                unreadable[index][number], row = row, None
+            yield NumberedRow(index, number, place, row)
+
     if not dataset.sources:
         [(path, source)] = located
         return [
@@ -113,6 +127,7 @@ def _readers(
                 template=dataset.prompt_template,
                 part=None,
                 gym_agents=gym_agents,
+                unreadable=unreadable[0],
             )
         ]
     return [
@@ -123,6 +138,7 @@ def _readers(
             template=part.prompt_template,
             part=part,
             gym_agents=gym_agents,
+            unreadable=unreadable[index],
         )
         for index, (part, (path, source)) in enumerate(zip(dataset.sources, located, strict=True))
     ]
@@ -162,13 +178,18 @@ def _not_empty(rows: Iterator[NumberedRow], name: str) -> Iterator[NumberedRow]:
 
 
 def _raw_rows(
-    source: DatasetSource, field: str, base: Path, task_names: Sequence[str], environment: EnvironmentSource
+    source: DatasetSource,
+    field: str,
+    base: Path,
+    task_names: Sequence[str],
+    environment: EnvironmentSource,
+    types: Mapping[str, str],
 ) -> Iterator[RawRow]:
     if source.rows is not None:
         places = (RowPosition(f"{field}.rows[", number, "]") for number in range(len(source.rows)))
         return ((place, checked_integers(row, place)) for place, row in zip(places, source.rows, strict=True))
     if source.uri is not None:
-        return file_rows(source.uri, base, field)
+        return uri_rows(source.uri, base, field, types)
     if source.huggingface is not None:
         return hub_rows(source.huggingface, base, field)
     if source.generator is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 RawRow = tuple[RowPosition, Any]
-"""Position and content of a row that is not validated yet."""
+"""Position and content of a row that is not validated yet; of one that cannot be read, its DatasetError."""
 
 FIELD = "spec.dataset.source"
 """The field of a job's only source, for errors."""

@@ -1,0 +1,62 @@
+"""Directories that hold datasets in forms of their own, which plug-ins read; and all other URIs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from kuberoll_api.plugins import DATASETS, installed
+from kuberoll_workers.dataset.sources import RawRow, file_rows, resolve_uri
+
+
+class DatasetForm(Protocol):
+    """A form of datasets in local directories, of the entry points `kuberoll.datasets`."""
+
+    @property
+    def environment(self) -> str | None:
+        """The `type` of the environments that play its rows, which need not name one then; None: any."""
+        ...
+
+    def holds(self, directory: Path) -> bool:
+        """Say whether a directory has this form; quickly, and without exceptions."""
+        ...
+
+    def rows(self, directory: Path, name: str) -> Iterator[RawRow]:
+        """Rows of a directory, in an order that does not change; in place of an invalid one, its DatasetError.
+
+        Args:
+            name: The directory as the job names it: relative to the manifest's, or absolute.
+
+        Raises:
+            DatasetError: There are none.
+        """
+        ...
+
+
+def uri_rows(uri: str, base: Path, field: str, types: Mapping[str, str]) -> Iterator[RawRow]:
+    """Rows of `source.uri`: of a directory with a form of its own, or of files.
+
+    Args:
+        types: Type of each environment of the job, by name.
+
+    Raises:
+        DatasetError: As `file_rows`.
+    """
+    location = resolve_uri(uri, base)
+    form = None if "://" in location else _form_of(Path(location))
+    if form is None:
+        yield from file_rows(uri, base, field)
+        return
+    name = uri.removeprefix("file://")
+    players = [player for player, kind in types.items() if kind == form.environment]
+    own = {"task_name": players[0]} if len(players) == 1 else {}
+    for place, row in form.rows(Path(location), location if name.startswith("~") else name):
+        yield place, {**own, **row} if isinstance(row, dict) else row
+
+
+def _form_of(directory: Path) -> DatasetForm | None:
+    if not directory.is_dir():
+        return None
+    forms: Iterator[DatasetForm] = (entry.load() for entry in installed(DATASETS).values())
+    return next((form for form in forms if form.holds(directory)), None)
