@@ -26,6 +26,7 @@ SUMMARIES = {
     "env": "List, write, test and play environments.",
     "export": "Write a run in a format of a trainer's library.",
     "get": "Copy the output of a RolloutJob from a cluster.",
+    "images": "Build the images that tasks need.",
     "logs": "Show the logs of a RolloutJob in a cluster.",
     "render": "Print the objects that the operator creates for a job.",
     "report": "Write a run as an HTML page.",
