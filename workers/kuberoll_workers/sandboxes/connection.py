@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost
@@ -48,6 +50,7 @@ class Connection:
 
     Attributes:
         closed: True if it was closed here.
+        workdir: Working directory of commands.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -58,6 +61,7 @@ class Connection:
         self._window = _WINDOW_BYTES
         self._wider = asyncio.Event()
         self.closed = False
+        self.workdir = "/"
 
     async def send(self, header: Header, payload: bytes = b"") -> None:
         """Send a frame.
@@ -144,6 +148,7 @@ async def connect(ticket: Ticket, context: ssl.SSLContext, *, seconds: float = C
                 header, _ = await connection.receive()
                 if header["kind"] != "hello" or header["version"] != VERSION:
                     raise SandboxLost(f"{ticket.name}: {header.get('error', 'another release answers there')}")
+                connection.workdir = header["workdir"]
             except BaseException:
                 connection.close()
                 raise
@@ -160,9 +165,12 @@ async def connect(ticket: Ticket, context: ssl.SSLContext, *, seconds: float = C
 async def _socket(address: str) -> socket.socket:
     kind, _, place = address.partition(":")
     loop = asyncio.get_running_loop()
+    directory = -1
     if kind == "unix":
+        # The system takes about a hundred bytes, and directories for temporary files may have more.
+        directory = os.open(Path(place).parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        target: Any = place
+        target: Any = f"/proc/self/fd/{directory}/{Path(place).name}"
     else:
         host, _, port = place.rpartition(":")
         host = host.strip("[]")
@@ -176,6 +184,9 @@ async def _socket(address: str) -> socket.socket:
     except BaseException:
         end.close()
         raise
+    finally:
+        if directory >= 0:
+            os.close(directory)
     return end
 
 

@@ -8,10 +8,10 @@ import errno
 import io
 import os
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from kuberoll_workers.sandboxes.connection import Connection, Pool, Ticket
 from kuberoll_workers.sandboxes.errors import CommandNotStarted, SandboxError, SandboxLost
@@ -25,8 +25,6 @@ READ_BYTES: Final = 64 << 20
 """Bytes that a file may have that is read at once, unless it is said otherwise."""
 TREE_BYTES: Final = 1 << 30
 """Bytes that a downloaded tree may have, unless it is said otherwise."""
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +127,11 @@ class Sandbox:
         """Its name."""
         return self._pool.ticket.name
 
+    async def workdir(self) -> str:
+        """Working directory of commands that name none."""
+        async with self._pool.connection() as connection:
+            return connection.workdir
+
     async def exec(
         self,
         command: str | Sequence[str],
@@ -208,7 +211,9 @@ class Sandbox:
         data = bytearray()
         await self._operation(header, lambda payload: data.extend(payload))
         if size is None and len(data) > READ_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {READ_BYTES >> 20} MiB; read it in parts, or download it", path)
+            raise OSError(
+                errno.EFBIG, f"it has more than {READ_BYTES >> 20} MiB; read it in parts, or download it", path
+            )
         return bytes(data)
 
     async def write(
@@ -226,11 +231,14 @@ class Sandbox:
         header = {"kind": "write", "path": path, "mode": mode, "parents": parents, "user": user}
         await self._operation(header, source=data.encode() if isinstance(data, str) else data)
 
-    async def upload(self, source: Path | str, path: str, *, user: str | None = None) -> None:
+    async def upload(
+        self, source: Path | str, path: str, *, only: Sequence[str] | None = None, user: str | None = None
+    ) -> None:
         """Put a file or a directory from here into the sandbox; what is in a directory there and not here stays.
 
         Args:
             path: The directory that a directory's contents come into, or the file's own path.
+            only: Paths of what is put there, relative to the directory, one before what is in it; None: everything.
 
         Raises:
             OSError: It cannot be read here, or written there.
@@ -240,20 +248,37 @@ class Sandbox:
             data, mode = await asyncio.to_thread(lambda: (source.read_bytes(), source.stat().st_mode & 0o777))
             await self.write(path, data, mode=mode, user=user)
             return
-        archive = await asyncio.to_thread(_packed, source)
-        await self._operation({"kind": "unpack", "path": path, "user": user}, source=archive)
+        archive = await asyncio.to_thread(_packed, source, only)
+        await self._operation({"kind": "unpack", "path": path, "trusted": True, "user": user}, source=archive)
 
     async def unpack(self, archive: bytes, path: str, *, user: str | None = None) -> None:
-        """Unpack a tar archive, compressed or not, into a directory of the sandbox.
+        """Unpack a tar archive, which anybody may have made, into a directory of the sandbox.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: It cannot be written, or leads out of the directory.
         """
-        await self._operation({"kind": "unpack", "path": path, "user": user}, source=archive)
+        await self._operation({"kind": "unpack", "path": path, "trusted": False, "user": user}, source=archive)
 
-    async def download(
-        self, path: str, target: Path | str, *, size: int = TREE_BYTES, user: str | None = None
-    ) -> None:
+    async def pack(self, path: str, *, size: int = TREE_BYTES, user: str | None = None) -> bytes:
+        """A file or a directory of the sandbox as a tar archive; its name there is `.`.
+
+        Args:
+            size: Number of bytes that it may have.
+
+        Raises:
+            OSError: It cannot be read, or has too many bytes (EFBIG).
+        """
+        archive = bytearray()
+
+        def take(payload: bytes) -> None:
+            if len(archive) + len(payload) > size:
+                raise OSError(errno.EFBIG, f"it has more than {size} bytes", path)
+            archive.extend(payload)
+
+        await self._operation({"kind": "pack", "path": path, "user": user}, take)
+        return bytes(archive)
+
+    async def download(self, path: str, target: Path | str, *, size: int = TREE_BYTES, user: str | None = None) -> None:
         """Get a file or a directory out of the sandbox.
 
         Links that lead out of the directory, and what is neither a file, a directory nor a link, are left out.
@@ -265,16 +290,24 @@ class Sandbox:
         Raises:
             OSError: It cannot be read there, has too many bytes (EFBIG), or cannot be written here.
         """
-        archive = io.BytesIO()
-
-        def take(payload: bytes) -> None:
-            if archive.tell() + len(payload) > size:
-                raise OSError(errno.EFBIG, f"it has more than {size} bytes", path)
-            archive.write(payload)
-
-        await self._operation({"kind": "pack", "path": path, "user": user}, take)
-        archive.seek(0)
+        archive = await self.pack(path, size=size, user=user)
         await asyncio.to_thread(_unpack, archive, Path(target))
+
+    async def make_directory(self, path: str, *, mode: int = 0o755, user: str | None = None) -> None:
+        """Make a directory with those above it; one that is there gets the mode.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        await self._operation({"kind": "make", "path": path, "mode": mode, "user": user})
+
+    async def remove(self, path: str, *, user: str | None = None) -> None:
+        """Remove a file, a link or a directory with all that is in it; what is not there is no error.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        await self._operation({"kind": "remove", "path": path, "user": user})
 
     async def expose(self, port: int) -> str:
         """Make a port of the sandbox reachable from this process's machine.
@@ -431,16 +464,19 @@ def _error_of(end: Header) -> Exception:
     return SandboxError(str(end["error"]))
 
 
-def _packed(source: Path) -> bytes:
+def _packed(source: Path, only: Sequence[str] | None) -> bytes:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as to:
-        to.add(source, arcname=".")
+        if only is None:
+            to.add(source, arcname=".")
+        for name in only or ():
+            to.add(source / name, arcname=f"./{name}", recursive=False)
     return archive.getvalue()
 
 
-def _unpack(archive: io.BytesIO, target: Path) -> None:
+def _unpack(archive: bytes, target: Path) -> None:
     """Unpack what came out of a sandbox, where anybody may have made it."""
-    with tarfile.open(fileobj=archive, mode="r:") as given:
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as given:
         members = given.getmembers()
         if len(members) == 1 and members[0].isfile():
             source = given.extractfile(members[0])

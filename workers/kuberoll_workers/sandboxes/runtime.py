@@ -54,7 +54,7 @@ class Runtime:
         return [
             *(f"{PLACE}/ld", "--library-path", f"{PLACE}/lib", f"{PLACE}/bin/python3"),
             # Neither variables nor directories of the image have a part in it.
-            *("-I", "-S", "-B", "-m", _GUEST),
+            *("-I", "-S", "-B", "-c", f"import {_GUEST}.__main__"),
         ]
 
     @staticmethod
@@ -191,5 +191,7 @@ def _digest() -> str:
     files: Sequence[Path] = (*sorted(Path(guest.__file__).parent.glob("*.py")), Path(__file__))
     for path in files:
         digest.update(path.read_bytes())
-    digest.update(f"{sys.version}\n{Path(sys.executable).resolve()}\n{Path(sys.executable).stat().st_mtime_ns}".encode())
+    digest.update(
+        f"{sys.version}\n{Path(sys.executable).resolve()}\n{Path(sys.executable).stat().st_mtime_ns}".encode()
+    )
     return digest.hexdigest()

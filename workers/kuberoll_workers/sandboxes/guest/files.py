@@ -6,8 +6,10 @@ Each takes the descriptors of its input and its output, of which it uses one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
+from collections.abc import Iterator
 from typing import Any, Final
 
 from .frames import CHUNK_BYTES
@@ -23,19 +25,21 @@ def read(path: str, *, offset: int, size: int | None, output: int, input: int = 
     """
     # A pipe would never end.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+    with _closing(descriptor):
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            # It says why it cannot be read.
             os.read(descriptor, 1)
-        raise OSError(22, "it is no ordinary file", path)
-    left = size
-    position = offset
-    while left is None or left > 0:
-        data = os.pread(descriptor, CHUNK_BYTES if left is None else min(CHUNK_BYTES, left), position)
-        if not data:
-            return
-        position += len(data)
-        left = None if left is None else left - len(data)
-        _write(output, data)
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is no ordinary file", path)
+        left, position = size, offset
+        while left is None or left > 0:
+            data = os.pread(descriptor, CHUNK_BYTES if left is None else min(CHUNK_BYTES, left), position)
+            if not data:
+                return
+            position += len(data)
+            left = None if left is None else left - len(data)
+            _write(output, data)
 
 
 def write(path: str, *, mode: int | None, parents: bool, input: int, output: int = -1) -> None:  # noqa: ARG001
@@ -56,7 +60,8 @@ def write(path: str, *, mode: int | None, parents: bool, input: int, output: int
     if found is not None and not stat.S_ISREG(found.st_mode):
         # A device, or a directory, which says so.
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        _copy(input, descriptor)
+        with _closing(descriptor):
+            _copy(input, descriptor)
         return
     temporary = f"{directory.rstrip('/')}/.kuberoll-{os.getpid()}"
     try:
@@ -64,12 +69,14 @@ def write(path: str, *, mode: int | None, parents: bool, input: int, output: int
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
     try:
-        _copy(input, descriptor)
-        kept = _DEFAULT_MODE if found is None else stat.S_IMODE(found.st_mode)
-        if found is not None and (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
-            with contextlib.suppress(OSError):
-                os.fchown(descriptor, found.st_uid, found.st_gid)
-        os.fchmod(descriptor, kept if mode is None else mode)
+        with _closing(descriptor):
+            _copy(input, descriptor)
+            kept = _DEFAULT_MODE if found is None else stat.S_IMODE(found.st_mode)
+            if found is not None and (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
+                with contextlib.suppress(OSError):
+                    os.fchown(descriptor, found.st_uid, found.st_gid)
+            os.fchmod(descriptor, kept if mode is None else mode)
+        # Only now: what is still open for writing cannot be executed.
         os.rename(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -77,19 +84,51 @@ def write(path: str, *, mode: int | None, parents: bool, input: int, output: int
         raise
 
 
-def unpack(path: str, *, input: int, output: int = -1) -> None:  # noqa: ARG001
+def unpack(path: str, *, trusted: bool, input: int, output: int = -1) -> None:  # noqa: ARG001
     """Unpack a tar archive that comes from a descriptor into a directory, which is made.
 
+    Owner of all is the user.
+
+    Args:
+        trusted: False if anybody may have made it: then names and links that lead out of the directory are refused.
+
     Raises:
-        OSError: It cannot be written.
+        OSError: It cannot be written, or was refused.
     """
     import tarfile
 
     os.makedirs(path, exist_ok=True)
-    with open(input, "rb", closefd=False) as file, tarfile.open(fileobj=file, mode="r|") as archive:
-        for member in archive:
-            # It comes from outside, where it was packed by us: owners are the user's, modes are the archive's.
-            archive.extract(member, path, set_attrs=True, numeric_owner=True, filter=_mine)
+    try:
+        with open(input, "rb", closefd=False) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+            for member in archive:
+                archive.extract(member, path, numeric_owner=True, filter=_mine if trusted else _mine_within)
+    except tarfile.TarError as error:
+        raise OSError(errno.EINVAL, str(error), path) from error
+
+
+def make(path: str, *, mode: int, input: int = -1, output: int = -1) -> None:  # noqa: ARG001
+    """Make a directory with those above it; one that is there gets the mode.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    os.makedirs(path, exist_ok=True)
+    os.chmod(path, mode)
+
+
+def remove(path: str, *, input: int = -1, output: int = -1) -> None:  # noqa: ARG001
+    """Remove a file, a link or a directory with all that is in it; what is not there is no error.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    import shutil
+
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
 
 
 def pack(path: str, *, output: int, input: int = -1) -> None:  # noqa: ARG001
@@ -101,7 +140,10 @@ def pack(path: str, *, output: int, input: int = -1) -> None:  # noqa: ARG001
     import tarfile
 
     os.lstat(path)
-    with open(output, "wb", closefd=False) as file, tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as to:
+    with (
+        open(output, "wb", closefd=False) as file,
+        tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as to,
+    ):
         to.add(path, arcname=".", filter=_ordinary)
 
 
@@ -109,9 +151,23 @@ def _mine(member: Any, _: str) -> Any:
     return member.replace(uid=os.geteuid(), gid=os.getegid(), uname="", gname="", deep=False)
 
 
+def _mine_within(member: Any, path: str) -> Any:
+    import tarfile
+
+    return _mine(tarfile.data_filter(member, path), path)
+
+
 def _ordinary(member: Any) -> Any:
     """A member, without pipes, sockets and devices."""
     return member if member.isfile() or member.isdir() or member.issym() or member.islnk() else None
+
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _copy(source: int, target: int) -> None:

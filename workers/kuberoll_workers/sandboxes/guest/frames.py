@@ -7,11 +7,12 @@ JSON, and a payload of bytes. A connection has one operation at a time; `hello` 
 |---|---|---|
 | `hello`, `sandbox` | | `hello` |
 | `ping` | | `pong` |
-| `exec`, `argv` and fields of `Command` | `input` with bytes, `inputEnd`, `kill` | `output` with `stream`, `end` |
+| `exec`, `argv` and other arguments | `input` with bytes, `inputEnd`, `kill` | `output` with `stream`, `end` |
 | `read`, `path` | | `output` with bytes, `end` |
 | `write`, `path` | `input`, `inputEnd` | `end` |
 | `unpack`, `path` | `input` with a tar archive, `inputEnd` | `end` |
 | `pack`, `path` | | `output` with a tar archive, `end` |
+| `make`, `path`, `mode`; `remove`, `path` | | `end` |
 | `connect`, `port` | `input`, `inputEnd` | `open`, `output`, `end` |
 | `listen`, `port` | | `end` with `port` |
 | `accept`, `port` | `input`, `inputEnd` | `open` when somebody has connected, `output`, `end` |

@@ -201,9 +201,7 @@ def _done(wanted: Job, pipes: tuple[int, int, int], orders: socket.socket, wake:
     return {**answer, "free": True}
 
 
-def _run(
-    wanted: Job, user: User, pipes: tuple[int, int, int], orders: socket.socket, wake: int
-) -> dict[str, Any]:
+def _run(wanted: Job, user: User, pipes: tuple[int, int, int], orders: socket.socket, wake: int) -> dict[str, Any]:
     """Run a command to its end, or until it is to be killed."""
     stdin, stdout, stderr = pipes
     with _acting(user, wholly=True):
@@ -228,12 +226,12 @@ def _run(
         os.close(descriptor)
     status: int | None = None
     while status is None:
-        ready, _, _ = select.select([orders, wake], [], [])
+        ready, _, _ = select.select([orders.fileno(), wake], [], [])
         if wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, _MESSAGE_BYTES)
         status = processes.reap().get(process)
-        if status is None and orders in ready:
+        if status is None and orders.fileno() in ready:
             orders.recv(16)
             status = processes.end_below(process=process)
     return {"status": status, "free": not _has_children()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 from collections import deque
@@ -19,11 +20,11 @@ _MOST_DRAINED: Final = (1 << 20) // CHUNK_BYTES + 1
 class Watcher(Protocol):
     """The server's loop, as operations use it."""
 
-    def read(self, descriptor: int, ready: Callable[[], None]) -> None:
+    def read(self, descriptor: int, ready: Callable[[], object]) -> None:
         """Call a function whenever something can be read from a descriptor."""
         ...
 
-    def write(self, descriptor: int, ready: Callable[[], None]) -> None:
+    def write(self, descriptor: int, ready: Callable[[], object]) -> None:
         """Call a function whenever something can be written to a descriptor."""
         ...
 
@@ -44,7 +45,7 @@ Send = Callable[[Header, bytes], None]
 
 
 class Outputs:
-    """What is sent of one stream: its beginning at once, and, if it is longer than it may be, its end when all is over."""
+    """What is sent of a stream: its beginning at once, and, if it is longer than it may be, its end at the last."""
 
     def __init__(self, stream: str, limit: int | None, send: Send) -> None:
         """`limit` is the number of bytes that are sent at most; None: all are."""
@@ -213,7 +214,7 @@ class TaskOperation(Operation):
     def resume(self) -> None:
         if not self._over:
             for descriptor in self._open:
-                self._loop.read(descriptor, lambda descriptor=descriptor: self._read(descriptor))  # type: ignore[misc]
+                self._loop.read(descriptor, functools.partial(self._read, descriptor))
 
     def _read(self, descriptor: int) -> bool:
         try:

@@ -33,8 +33,10 @@ _MOST_KEEPERS: Final = 4
 _FUNCTIONS: Final[dict[str, tuple[str, ...]]] = {
     "read": ("offset", "size"),
     "write": ("mode", "parents"),
-    "unpack": (),
+    "unpack": ("trusted",),
     "pack": (),
+    "make": ("mode",),
+    "remove": (),
 }
 """Operations that are functions of `files`, with their arguments beside the path."""
 
@@ -388,7 +390,7 @@ class Connection:
             return
         self.trusted = True
         self._server.hear()
-        self.send({"kind": "hello", "version": VERSION, "first": os.getpid() == 1, "uid": os.geteuid()})
+        self.send({"kind": "hello", "version": VERSION, "workdir": self._server.settings.workdir})
 
     def _continue(self, operation: operations.Operation, kind: str, payload: bytes) -> None:
         if kind == "input":
@@ -426,7 +428,12 @@ class Connection:
     def _execute(self, header: Header) -> None:
         settings = self._server.settings
         user = self._user(header)
-        environment = {"PATH": _DEFAULT_PATH, "HOME": user.home, **settings.environment, **header.get("environment", {})}
+        environment = {
+            "PATH": _DEFAULT_PATH,
+            "HOME": user.home,
+            **settings.environment,
+            **header.get("environment", {}),
+        }
         task = self._server.task(
             {
                 "argv": [str(word) for word in header["argv"]],
