@@ -1,0 +1,1 @@
+"""Sandboxes in Linux namespaces, for machines without Docker; no privileges are needed."""
