@@ -7,7 +7,7 @@ there, with its reason, and tests that are skipped for one reason take one line,
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,14 +57,14 @@ def repetitions(reports: Iterable[Any]) -> Iterator[str]:
 
 def seconds_by_directory(stats: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """A line for each directory of tests: its seconds in all processes, and its number of tests; the longest first."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     tests: Counter[str] = Counter()
     for report in (each for kind in _TIMED for each in stats.get(kind, [])):
         directory = _place(report).partition("::")[0].removeprefix("tests/").partition("/")[0]
         # The report of a module that could not be imported has none.
         seconds[directory] += getattr(report, "duration", 0.0)
         tests[directory] += report.when == "call"
-    for directory, taken in seconds.most_common():
+    for directory, taken in sorted(seconds.items(), key=lambda item: -item[1]):
         if taken >= 1:
             yield f"{taken:7.0f} s {tests[directory]:6} {directory}"
 

@@ -27,6 +27,7 @@ SUMMARIES = {
     "export": "Write a run in a format of a trainer's library.",
     "get": "Copy the output of a RolloutJob from a cluster.",
     "images": "Build the images that tasks need.",
+    "tasks": "Try tasks that are played in machines of their own.",
     "logs": "Show the logs of a RolloutJob in a cluster.",
     "render": "Print the objects that the operator creates for a job.",
     "report": "Write a run as an HTML page.",

@@ -113,15 +113,47 @@ REFUSED: dict[str, Contradiction] = {
     ),
     "an agent of two kinds": Contradiction(
         {"spec.environments": [{"name": "math", "agent": {"entrypoint": "a:b", "command": ["c"]}}]},
-        "set one of entrypoint (package.module:function), command and nemoGym",
+        "set one of entrypoint (package.module:function), command, nemoGym and tools",
     ),
     "an agent of no kind": Contradiction(
         {"spec.environments": [{"name": "math", "agent": {}}]},
-        "set one of entrypoint (package.module:function), command and nemoGym",
+        "set one of entrypoint (package.module:function), command, nemoGym and tools",
     ),
     "an agent of NeMo Gym's that is a program, too": Contradiction(
         {"spec.environments": [{"name": "math", "agent": {"nemoGym": {"url": "http://a"}, "command": ["c"]}}]},
-        "set one of entrypoint (package.module:function), command and nemoGym",
+        "set one of entrypoint (package.module:function), command, nemoGym and tools",
+    ),
+    "tools without a sandbox": Contradiction(
+        {"spec.environments": [{"name": "math", "agent": {"tools": {}}}]},
+        "spec.environments[0].agent.tools: Invalid value: works in a sandbox",
+    ),
+    "a sandbox without an agent": Contradiction(
+        {"spec.environments": [{"name": "math", "type": "math", "sandbox": {}}]},
+        "spec.environments[0].sandbox: Invalid value: is for an agent that works in it",
+    ),
+    "a sandbox of an agent in processes": Contradiction(
+        {"spec.environments": [{"name": "math", "agent": {"tools": {}}, "sandbox": {}, "isolation": "Process"}]},
+        "spec.environments[0].isolation: Invalid value: an agent in a sandbox needs no process of its own",
+    ),
+    "an agent in a sandbox that scores itself": Contradiction(
+        {"spec.environments": [{"name": "math", "agent": {"command": ["a"], "score": ["b"]}, "sandbox": {}}]},
+        "spec.environments[0].agent.score: Invalid value: in a sandbox the task sets up and scores",
+    ),
+    "hosts of a network without a list": Contradiction(
+        {
+            "spec.environments": [
+                {"name": "math", "agent": {"tools": {}}, "sandbox": {"network": {"mode": "All", "allowedHosts": ["a"]}}}
+            ]
+        },
+        "spec.environments[0].sandbox.network.allowedHosts: Invalid value: is for mode Allowlist",
+    ),
+    "a list without hosts": Contradiction(
+        {
+            "spec.environments": [
+                {"name": "math", "agent": {"tools": {}}, "sandbox": {"network": {"mode": "Allowlist"}}}
+            ]
+        },
+        "spec.environments[0].sandbox.network.allowedHosts: Invalid value: mode Allowlist needs hosts",
     ),
     "an agent of NeMo Gym's in processes": Contradiction(
         {"spec.environments": [{"name": "math", "agent": {"nemoGym": {"url": "http://a"}}, "isolation": "Process"}]},

@@ -20,6 +20,7 @@ _IN_IMAGES: Final = "/opt/kuberoll/models/"
 """Directory of the models in KubeRoll's own images."""
 
 _LOCAL_HOSTS: Final = ("localhost", "::1", "0.0.0.0")
+NO_SANDBOXES: Final = "no cluster has machines for trajectories yet; play the job on one machine with `kuberoll run`"
 _NOT_THIS_MACHINE: Final = "is this machine, but in a pod the pod itself; name an address that pods reach"
 
 
@@ -61,11 +62,17 @@ def check_for_cluster(
     claim = _claim_of(job, others)
     problems = [
         *(*_output_problems(job), *_claim_problems(job, claim), *_model_problems(job, base)),
-        *(*_local_services(job), *beside.problems),
+        *(*_local_services(job), *_sandboxes(job), *beside.problems),
     ]
     notes = [*_missing_output(job), *_claim_notes(job, claim), *_mounted_models(job), *_missing_gpus(job)]
     notes += beside.notes
     return ClusterCheck(problems=tuple(problems), notes=tuple(notes), beside=beside)
+
+
+def _sandboxes(job: RolloutJob) -> Iterator[Finding]:
+    for number, environment in enumerate(job.spec.environments):
+        if environment.sandbox is not None:
+            yield Finding(("spec", "environments", number, "sandbox"), NO_SANDBOXES)
 
 
 def _output_problems(job: RolloutJob) -> Iterator[Finding]:

@@ -57,6 +57,14 @@ class GymAgents(Model):
     )
 
 
+class ToolsAgent(Model):
+    """The agent that KubeRoll brings: a loop of calls of tools, `bash` and an editor of files, in the sandbox."""
+
+    command_seconds: Annotated[Seconds, IDENTITY] = Field(
+        default=120.0, description="Time limit of one command, which ends with everything that it has started."
+    )
+
+
 class HiddenFromAgent(Model):
     """What the program that scores is given, and setup and command are not."""
 
@@ -87,6 +95,9 @@ class Agent(Model):
         default=None,
         description="A program and its arguments, started for each trajectory in a directory of its own.",
     )
+    tools: Annotated[ToolsAgent | None, IDENTITY] = Field(
+        default=None, description="The agent that KubeRoll brings, which calls tools in the environment's sandbox."
+    )
     setup: Annotated[_Command | None, IDENTITY] = Field(
         default=None, description="With command: a program that is run before it, in the same directory."
     )
@@ -108,11 +119,16 @@ class Agent(Model):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        kinds = {"entrypoint": self.entrypoint, "command": self.command, "nemoGym": self.nemo_gym}
+        kinds = {
+            "entrypoint": self.entrypoint,
+            "command": self.command,
+            "nemoGym": self.nemo_gym,
+            "tools": self.tools,
+        }
         given = [name for name, kind in kinds.items() if kind is not None]
         if len(given) != 1:
             raise contradiction(
-                "set one of entrypoint (package.module:function), command and nemoGym; found "
+                "set one of entrypoint (package.module:function), command, nemoGym and tools; found "
                 f"{' and '.join(given) or 'none'}"
             )
         for name in ("setup", "score"):

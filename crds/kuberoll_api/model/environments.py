@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Final, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from kuberoll_api.model.agents import Agent
 from kuberoll_api.model.contradictions import contradiction
 from kuberoll_api.model.pods import PodOptions, Resources
+from kuberoll_api.model.sandboxes import Sandbox
 from kuberoll_api.model.services import MAX_SERVICES
 from kuberoll_api.model.traits import IDENTITY, OPERATION, POD
 from kuberoll_api.model.types import (
@@ -176,6 +177,12 @@ AGENT_TYPE: Final = "agent"
 GYM_AGENT_TYPE: Final = "nemo_gym_agent"
 """Type of the class that sends an environment's rows to agent servers of NeMo Gym; it is not a value of `type`."""
 
+SANDBOX_AGENT_TYPE: Final = "sandbox_agent"
+"""Type of the class that runs an environment's agent in sandboxes; it is not a value of `type`."""
+
+_START_SECONDS: Final = 3600.0
+"""Maximum duration of a sandbox's start, with the wait for others'."""
+
 _ASKING: Final = ("judge", "judge_pairs", "reward_model")
 """Built-in environments that ask a served model."""
 
@@ -197,6 +204,11 @@ class Environment(Model):
         default=None,
         description="An agent in place of an environment: a function or program with a loop of its own, which calls "
         "the policy in a session that records its trajectory.",
+    )
+    sandbox: Sandbox | None = Field(
+        default=None,
+        description="The machine that each trajectory of an agent has. Rows are tasks of Harbor's format; `kuberoll "
+        "run` starts machines on this one, and no cluster does yet.",
     )
     config: Annotated[JsonObject, IDENTITY] = Field(
         default_factory=dict,
@@ -256,6 +268,9 @@ class Environment(Model):
         """Maximum duration of one call of the environment; an agent's is its whole episode."""
         if self.agent is None:
             return self.step_timeout_seconds
+        if self.sandbox is not None:
+            # Its row, and the sandbox itself, limit each part of it.
+            return self.sandbox.total_seconds + _START_SECONDS
         # The phases have limits of their own: this one is for agents that do not let themselves be stopped.
         return self.agent.timeouts.total + 10.0
 
@@ -282,6 +297,19 @@ class Environment(Model):
         agent = self.agent.model_dump(mode="json", by_alias=True)
         if self.agent.nemo_gym is not None:
             return GYM_AGENT_TYPE, None, {"agent": agent}
+        if self.sandbox is not None:
+            sandbox = self.sandbox.model_dump(mode="json", by_alias=True)
+            variables: list[JsonValue] = [*self.access.variables]
+            return (
+                SANDBOX_AGENT_TYPE,
+                None,
+                {
+                    "agent": agent,
+                    "config": self.config,
+                    "sandbox": sandbox,
+                    "variables": variables,
+                },
+            )
         return AGENT_TYPE, None, {"agent": agent, "config": self.config, "variables": [*self.access.variables]}
 
     @property
@@ -355,6 +383,20 @@ class Environment(Model):
                 "agent.nemoGym is a request to a server, which needs no process of its own; set isolation: Inline",
                 "isolation",
             )
+        self._check_sandbox()
         if self.asked_service is not None and self.config.get("url") is not None:
             raise contradiction("is a server of the job, and config.url names another; remove one", "config", "service")
         return self
+
+    def _check_sandbox(self) -> None:
+        if self.sandbox is None:
+            if self.agent is not None and self.agent.tools is not None:
+                raise contradiction("works in a sandbox; set one (sandbox: {}), or another agent", "agent", "tools")
+            return
+        if self.agent is None or self.agent.nemo_gym is not None:
+            raise contradiction("is for an agent that works in it: agent.tools, command or entrypoint", "sandbox")
+        if self.isolation != "Inline":
+            raise contradiction("an agent in a sandbox needs no process of its own; set isolation: Inline", "isolation")
+        for name in ("setup", "score", "hidden"):
+            if getattr(self.agent, name) is not None:
+                raise contradiction("in a sandbox the task sets up and scores; remove it", "agent", name)

@@ -23,6 +23,7 @@ from kuberoll_api.model.output import Output, Tracking
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.rollout import Groups, OnPolicy, Rollout
 from kuberoll_api.model.rolloutjob import WHOLE_NUMBER, RolloutJob, RolloutJobSpec
+from kuberoll_api.model.sandboxes import SandboxNetwork
 from kuberoll_api.model.services import GPU, ModelService
 from kuberoll_api.model.traits import Traits, fields
 from kuberoll_api.model.types import JOB_NAME_PATTERN, MAX_NAME_LENGTH, PVC_PATTERN
@@ -316,8 +317,9 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
     ),
     Agent.__name__: (
         CelRule(
-            "[has(self.entrypoint), has(self.command), has(self.nemoGym)].filter(given, given).size() == 1",
-            "set one of entrypoint (package.module:function), command and nemoGym",
+            "[has(self.entrypoint), has(self.command), has(self.nemoGym), has(self.tools)]"
+            ".filter(given, given).size() == 1",
+            "set one of entrypoint (package.module:function), command, nemoGym and tools",
         ),
         *(
             CelRule(
@@ -326,6 +328,18 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
                 name,
             )
             for name in ("setup", "score")
+        ),
+    ),
+    SandboxNetwork.__name__: (
+        CelRule(
+            "!has(self.allowedHosts) || self.allowedHosts.size() == 0 || self.mode == 'Allowlist'",
+            "is for mode Allowlist; set that, or remove the hosts",
+            "allowedHosts",
+        ),
+        CelRule(
+            "self.mode != 'Allowlist' || (has(self.allowedHosts) && self.allowedHosts.size() > 0)",
+            "mode Allowlist needs hosts; name some, or set mode: None",
+            "allowedHosts",
         ),
     ),
     Environment.__name__: (
@@ -339,6 +353,29 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "!has(self.agent) || !has(self.agent.nemoGym) || self.isolation == 'Inline'",
             "agent.nemoGym is a request to a server, which needs no process of its own; set isolation: Inline",
             "isolation",
+        ),
+        CelRule(
+            "!has(self.agent) || !has(self.agent.tools) || has(self.sandbox)",
+            "works in a sandbox; set one (sandbox: {}), or another agent",
+            "agent.tools",
+        ),
+        CelRule(
+            "!has(self.sandbox) || (has(self.agent) && !has(self.agent.nemoGym))",
+            "is for an agent that works in it: agent.tools, command or entrypoint",
+            "sandbox",
+        ),
+        CelRule(
+            "!has(self.sandbox) || self.isolation == 'Inline'",
+            "an agent in a sandbox needs no process of its own; set isolation: Inline",
+            "isolation",
+        ),
+        *(
+            CelRule(
+                f"!has(self.sandbox) || !has(self.agent) || !has(self.agent.{name})",
+                "in a sandbox the task sets up and scores; remove it",
+                f"agent.{name}",
+            )
+            for name in ("setup", "score", "hidden")
         ),
         CelRule(
             "!has(self.remote) || self.isolation == 'Remote'",

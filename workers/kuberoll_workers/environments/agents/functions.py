@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import Final
+from typing import Any, Final
 
 from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, result_of
 from kuberoll_workers.environments.agents.proxies import without_proxy
@@ -46,10 +46,15 @@ class FunctionPhases:
             InvalidResult: It returned no result, and has no `score`.
         """
         agent = episode.state.get(_OBJECT)
-        returned = await (self._found(episode) if agent is None else agent.run(episode))
+        returned = await self.call(episode)
         if returned is None and hasattr(agent, "score"):
             return None
         return result_of(returned, "the agent" if agent is None else "run")
+
+    async def call(self, episode: AgentEpisode) -> Any:
+        """Call the function, or `run`; returns what it returns."""
+        agent = episode.state.get(_OBJECT)
+        return await (self._found(episode) if agent is None else agent.run(episode))
 
     async def score(self, episode: AgentEpisode, result: AgentResult | None) -> AgentResult:
         """Call `score` with the result of `run`, if there is such a method.

@@ -1,0 +1,84 @@
+"""The machine that each trajectory of an environment has: its sandbox."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
+
+from kuberoll_api.model.contradictions import contradiction
+from kuberoll_api.model.pods import Resources
+from kuberoll_api.model.traits import IDENTITY, OPERATION
+from kuberoll_api.model.types import VARIABLE_PATTERN, Model, Text
+
+Host = Annotated[
+    str,
+    StringConstraints(
+        min_length=1, max_length=253, pattern=r"^([*][.])?[A-Za-z0-9]([-.A-Za-z0-9]*[A-Za-z0-9])?[.]?(:[0-9]{1,5})?$"
+    ),
+]
+"""A host's name, all names below one (`*.pypi.org`), or an address of IPv4; with a port if it is neither 80 nor 443."""
+
+
+def _names(found: dict[str, str]) -> dict[str, str]:
+    # The CRD's schema has no patterns of keys.
+    for name in found:
+        if not re.fullmatch(VARIABLE_PATTERN, name):
+            raise contradiction("the name must be letters, digits and _, and no digit first", name)
+    return found
+
+
+Variables = Annotated[dict[str, Text], Field(max_length=256), AfterValidator(_names)]
+
+
+class SandboxNetwork(Model):
+    """What sandboxes may reach at most; each row may ask for less."""
+
+    mode: Literal["None", "Allowlist", "All"] = Field(
+        default="None",
+        description="None: nothing. Allowlist: allowedHosts only, by HTTP and HTTPS through a proxy; there is no DNS. "
+        "All: everything.",
+    )
+    allowed_hosts: list[Host] = Field(
+        default_factory=list,
+        max_length=256,
+        description="Hosts, with Allowlist: names, or all names below one (*.pypi.org); with a port if it is neither "
+        "80 nor 443.",
+    )
+
+    @model_validator(mode="after")
+    def _hosts_for_allowlist(self) -> Self:
+        if self.allowed_hosts and self.mode != "Allowlist":
+            raise contradiction("is for mode Allowlist; set that, or remove the hosts", "allowedHosts")
+        if not self.allowed_hosts and self.mode == "Allowlist":
+            raise contradiction("mode Allowlist needs hosts; name some, or set mode: None", "allowedHosts")
+        return self
+
+
+class Sandbox(Model):
+    """The machine that each trajectory has; what a row says of its machine comes first."""
+
+    image: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None, IDENTITY] = Field(
+        default=None, description="Image of rows that name none."
+    )
+    built_images: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=512)] | None, OPERATION] = Field(
+        default=None,
+        description="Where images are that tasks have Dockerfiles for: the --tag of `kuberoll images build`, or the "
+        "oci:DIRECTORY of its --layout.",
+    )
+    resources: Annotated[Resources, OPERATION] = Field(
+        default_factory=Resources,
+        description="Limits of cpu, memory and ephemeral-storage of rows that say none; of others they are the most.",
+    )
+    variables: Annotated[Variables, IDENTITY] = Field(
+        default_factory=dict, description="Environment variables of all commands."
+    )
+    network: Annotated[SandboxNetwork | None, IDENTITY] = Field(
+        default=None,
+        description="What sandboxes may reach at most. Absent: nothing; then rows that ask for a network are refused, "
+        "rather than played without it.",
+    )
+    total_seconds: Annotated[Annotated[float, Field(gt=0, le=604800.0)], OPERATION] = Field(
+        default=86_400.0, description="A sandbox ends after this time in any case."
+    )

@@ -1,0 +1,121 @@
+"""The check of tasks: the reference solution must be worth more than doing nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
+from kuberoll_workers.environments.agents.episode import AgentEpisode
+from kuberoll_workers.environments.interface import UnusableRow
+from kuberoll_workers.environments.outcome import EnvironmentFault
+from kuberoll_workers.harbor.agents import Agent, NoAgent, OracleAgent
+from kuberoll_workers.harbor.playing import Player
+from kuberoll_workers.harbor.rewards import KEY
+from kuberoll_workers.harbor.rows import FIELD, row_of
+from kuberoll_workers.harbor.task import Task
+from kuberoll_workers.sandboxes.errors import SandboxError
+from kuberoll_workers.sandboxes.leases import Sandboxes
+
+_AGENT_SECONDS: Final = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """A task that was played without a policy.
+
+    Attributes:
+        reward: Its reward; of several named ones without `reward` their sum; None: it has failed.
+        problem: Why it has failed.
+    """
+
+    reward: float | None = None
+    problem: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What the check of a task has found.
+
+    Attributes:
+        solution: With the reference solution.
+        nothing: With an agent that does nothing.
+    """
+
+    task: str
+    solution: Played
+    nothing: Played
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the task; None: nothing."""
+        for name, played in (("the solution", self.solution), ("no agent", self.nothing)):
+            if played.problem is not None:
+                return f"with {name}: {played.problem}"
+        assert self.solution.reward is not None
+        assert self.nothing.reward is not None
+        if self.solution.reward <= self.nothing.reward:
+            return "the solution is worth no more than doing nothing: the tests do not see the difference"
+        return None
+
+
+async def check_tasks(
+    tasks: Sequence[Task],
+    options: SandboxOptions,
+    sandboxes: Sandboxes,
+    *,
+    parallel: int,
+    done: Callable[[Checked], None],
+) -> None:
+    """Play each task with its reference solution, and with an agent that does nothing.
+
+    Args:
+        options: What its machines may have.
+        done: Called with what was found of each, as it comes.
+
+    Raises:
+        SandboxUnavailable: This machine has no sandboxes.
+    """
+    await sandboxes.check()
+    player = Player(sandboxes=sandboxes, options=options, variables={}, agent_seconds=_AGENT_SECONDS)
+    places = asyncio.Semaphore(parallel)
+
+    async def check(task: Task) -> None:
+        async with places:
+            solution = await _played(player, task, OracleAgent())
+            nothing = await _played(player, task, NoAgent())
+        done(Checked(task=task.name, solution=solution, nothing=nothing))
+
+    await asyncio.gather(*map(check, tasks))
+
+
+async def _played(player: Player, task: Task, agent: Agent) -> Played:
+    row = row_of(task, str(task.directory))
+    began = time.monotonic()
+    try:
+        result = await player.play(row["metadata"][FIELD], task.directory, agent, _episode(row))
+        played = Played(reward=result.rewards.get(KEY, sum(result.rewards.values())))
+    except (EnvironmentFault, SandboxError, UnusableRow, OSError) as error:
+        played = Played(problem=str(error) or type(error).__name__)
+    return dataclasses.replace(played, seconds=time.monotonic() - began)
+
+
+def _episode(row: dict[str, object]) -> AgentEpisode:
+    """An episode without a policy."""
+    return AgentEpisode(
+        id="check",
+        messages=row["messages"],  # type: ignore[arg-type]
+        metadata={},
+        tools=None,
+        config={},
+        seed=None,
+        base_url="",
+        anthropic_base_url="",
+        token="",
+        model="",
+    )

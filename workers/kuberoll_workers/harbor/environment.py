@@ -1,0 +1,178 @@
+"""The environment whose agents work in sandboxes: one step is one whole task."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kuberoll_api.model.agents import Agent as AgentOptions
+from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
+from kuberoll_workers.environments.agents.episode import AgentEpisode
+from kuberoll_workers.environments.agents.functions import FunctionPhases
+from kuberoll_workers.environments.agents.request import AgentRequest
+from kuberoll_workers.environments.interface import (
+    ChatMessage,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    Metadata,
+    UnusableRow,
+)
+from kuberoll_workers.environments.outcome import SCALAR, EpisodeLost
+from kuberoll_workers.harbor.agents import Agent, CommandAgent, NoAgent, OracleAgent, Work
+from kuberoll_workers.harbor.machines import given_variables, reach, spec_of
+from kuberoll_workers.harbor.playing import Player, TaskResult, state_of
+from kuberoll_workers.harbor.rewards import KEY
+from kuberoll_workers.harbor.rows import FIELD
+from kuberoll_workers.harbor.tools import ToolsLoop
+from kuberoll_workers.sandboxes.drivers import find_driver
+from kuberoll_workers.sandboxes.errors import SandboxLost
+from kuberoll_workers.sandboxes.leases import Sandboxes
+
+_log = logging.getLogger(__name__)
+
+
+class SandboxAgents(EnvironmentInterface):
+    """Runs agents that work on tasks, each in a sandbox of its own."""
+
+    row_metadata: ClassVar[Mapping[str, str]] = {FIELD: "the task: see kuberoll_workers.harbor.rows"}
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """
+        Args:
+            config: `agent` and `sandbox`, as in the job; `config`, the environment's own; and `variables`, the names of
+                the worker's variables that tasks may refer to.
+        """
+        self._options = SandboxOptions.model_validate(config["sandbox"])
+        options = AgentOptions.model_validate(config["agent"])
+        self._config = config["config"]
+        self._agent = _agent_of(options)
+        # A chat template that leaves tools out is refused before an engine is started.
+        self.declares_tools = options.tools is not None  # type: ignore[misc]
+        self._player = Player(
+            sandboxes=Sandboxes(find_driver()),
+            options=self._options,
+            variables=given_variables(config["variables"]),
+            agent_seconds=options.timeouts.run_seconds,
+        )
+
+    def check_row(self, metadata: Metadata) -> None:
+        """See `EnvironmentInterface.check_row`."""
+        task = _task_of(metadata)
+        machines = [task["machine"], *(step["verifier"].get("machine") for step in task["steps"])]
+        for machine in machines:
+            if machine is not None:
+                network = reach(machine["network"], self._options.network)
+                spec_of(machine, self._options, self._player.variables, network=network)
+
+    async def step(  # type: ignore[override]
+        self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]
+    ) -> EnvironmentReturn:
+        """Play one task for each request.
+
+        Args:
+            metadata: Requests, see `AgentRequest`.
+
+        Raises:
+            EpisodeLost: Its sandbox was lost.
+        """
+        results = await asyncio.gather(*map(self._play, message_log_batch, metadata))
+        names = list(dict.fromkeys(name for result, _ in results for name in result.rewards))
+        rewards: Any = {name: [result.rewards.get(name, 0.0) for result, _ in results] for name in names}
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""}] * len(results),
+            metadata=[state for _, state in results],
+            next_stop_strings=None,
+            rewards=rewards[KEY] if names == [KEY] else rewards or {SCALAR: [0.0] * len(results)},
+            terminateds=[True] * len(results),
+        )
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Leave the batch as it is."""
+        return batch, {}
+
+    async def shutdown(self) -> None:  # type: ignore[override]
+        """Remove all sandboxes."""
+        await self._player.sandboxes.close()
+
+    async def _play(self, messages: Sequence[ChatMessage], metadata: Metadata) -> tuple[TaskResult, dict[str, Any]]:
+        request = AgentRequest.decode(metadata or {})
+        task = _task_of(request.metadata)
+        episode = AgentEpisode(
+            id=request.id,
+            messages=messages,
+            metadata=request.metadata,
+            tools=request.tools,
+            config=self._config,
+            seed=request.seed,
+            base_url=request.base_url,
+            anthropic_base_url=request.anthropic_base_url,
+            token=request.token,
+            model=request.model,
+        )
+        directory = find_directory(task["directory"])
+        try:
+            result = await self._player.play(task, directory, self._agent, episode)
+        except SandboxLost as error:
+            # Not the agent's doing, nor the policy's: it plays again, in another sandbox.
+            raise EpisodeLost(str(error)) from error
+        return result, {**request.metadata, "result": state_of(result)}
+
+
+class FunctionAgent:
+    """The user's own agent outside of the sandbox, with its handle."""
+
+    def __init__(self, entrypoint: str) -> None:
+        self._phases = FunctionPhases(entrypoint)
+
+    async def work(self, work: Work) -> None:
+        """See `Agent.work`."""
+        episode = work.episode
+        episode.state["sandbox"] = work.sandbox
+        episode.state["work"] = work
+        await self._phases.setup(episode)
+        try:
+            # What it returns is no reward: the tests decide.
+            await self._phases.call(episode)
+        finally:
+            await self._phases.close(episode)
+
+
+def _agent_of(options: AgentOptions) -> Agent:
+    if options.tools is not None:
+        return ToolsLoop(options.tools)
+    if options.entrypoint is not None:
+        return FunctionAgent(options.entrypoint)
+    assert options.command is not None
+    return CommandAgent(options.command)
+
+
+AGENTS: Mapping[str, Agent] = {"oracle": OracleAgent(), "none": NoAgent()}
+"""Agents that need no policy, by name."""
+
+
+def _task_of(metadata: Metadata) -> Mapping[str, Any]:
+    task = (metadata or {}).get(FIELD)
+    if not isinstance(task, Mapping):
+        raise UnusableRow(
+            f"metadata.{FIELD} is missing: rows of an environment with a sandbox are tasks; let dataset.source.uri "
+            "name a directory of them"
+        )
+    return task
+
+
+def find_directory(name: str) -> Path:
+    """The directory of a task: as it is, or beside the manifest, where modules of environments are.
+
+    Raises:
+        UnusableRow: It is not here.
+    """
+    for place in ("", *sys.path):
+        path = Path(place or os.curdir, name)
+        if (path / "task.toml").is_file():
+            return path.resolve()
+    raise UnusableRow(f"the task's directory {name} is not here: the job must run where its tasks are")

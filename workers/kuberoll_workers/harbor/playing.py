@@ -1,0 +1,244 @@
+"""One task, from its machine's start to its reward.
+
+Whose doing an end is: a time limit that the task sets for the agent ends the agent, whose work is then scored as it is;
+anything that fails outside of the policy's reach (a start, a healthcheck, tests without a reward, a lost machine) is a
+failure, and no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
+from kuberoll_workers.environments.agents.episode import AgentEpisode
+from kuberoll_workers.environments.outcome import StepRaised
+from kuberoll_workers.harbor.agents import Agent, Work, ending, run_program
+from kuberoll_workers.harbor.machines import PROXY_PORT, Reach, reach, resolved, spec_of
+from kuberoll_workers.harbor.rewards import combine, shortfall
+from kuberoll_workers.harbor.verifier import verify
+from kuberoll_workers.sandboxes.egress.proxy import EgressProxy
+from kuberoll_workers.sandboxes.egress.rules import AllowedHosts
+from kuberoll_workers.sandboxes.handle import Sandbox
+from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
+
+AGENT_LOGS: Final = "/logs/agent"
+ARTIFACTS: Final = "/logs/artifacts"
+_SETUP_SECONDS: Final = 600.0
+_TREE_BYTES: Final = 256 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class TaskFailed(StepRaised):
+    """A task could not be played, through no doing of the policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """What playing a task has given.
+
+    Attributes:
+        rewards: Rewards by name.
+        steps: Rewards of each step that was played.
+        agent_timeouts: Number of steps in which the agent's time was over.
+        start_seconds: Time that the machine's start took.
+    """
+
+    rewards: dict[str, float]
+    steps: list[dict[str, float]]
+    agent_timeouts: int
+    start_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Player:
+    """Plays tasks.
+
+    Attributes:
+        sandboxes: Where machines come from.
+        options: What the job says of them.
+        variables: Variables of the worker that rows may refer to.
+        agent_seconds: Time limit of the agent in tasks that set none.
+    """
+
+    sandboxes: Sandboxes
+    options: SandboxOptions
+    variables: Mapping[str, str]
+    agent_seconds: float
+
+    async def play(self, task: Mapping[str, Any], directory: Path, agent: Agent, episode: AgentEpisode) -> TaskResult:
+        """Play a task (`harbor.rows`, the fields of `metadata.harbor`).
+
+        Args:
+            directory: The task's directory here.
+
+        Raises:
+            SandboxLost: Its machine was lost.
+            TaskFailed, AgentFailed, VerifierFailed: It could not be played, or not be scored.
+            UnusableRow: It asks for what the job does not allow.
+        """
+        network = reach(task["machine"]["network"], self.options.network)
+        spec = spec_of(task["machine"], self.options, self.variables, network=network)
+        async with self.sandboxes.lease(spec) as lease, _way_out(lease.sandbox, network):
+            sandbox = lease.sandbox
+            await self._prepare(sandbox, task, directory)
+            played: list[dict[str, float]] = []
+            late = 0
+            for step in task["steps"]:
+                await _prepare_step(sandbox, step, directory)
+                late += await self._work(sandbox, task, step, directory, agent, episode)
+                rewards = await self._score(lease, step, directory)
+                played.append(rewards)
+                if shortfall(rewards, step.get("min_reward")):
+                    break
+            found = combine(played, task["reward"])
+        if found is None:
+            raise TaskFailed("no step of the task has a reward")
+        return TaskResult(rewards=found, steps=played, agent_timeouts=late, start_seconds=lease.start_seconds)
+
+    async def _prepare(self, sandbox: Sandbox, task: Mapping[str, Any], directory: Path) -> None:
+        for path in (AGENT_LOGS, ARTIFACTS):
+            await sandbox.make_directory(path, mode=0o777, user="0")
+        machine = task["machine"]
+        if (source := machine.get("upload")) is not None:
+            await sandbox.upload(directory / source, await _workdir(sandbox), user="0")
+        await _await_health(sandbox, machine.get("healthcheck"))
+
+    async def _work(
+        self,
+        sandbox: Sandbox,
+        task: Mapping[str, Any],
+        step: Mapping[str, Any],
+        directory: Path,
+        agent: Agent,
+        episode: AgentEpisode,
+    ) -> bool:
+        """Have the agent work on a step; returns whether its time was over. Nothing of it is left."""
+        limits = step.get("agent", {})
+        seconds = limits.get("timeout", self.agent_seconds)
+        work = Work(
+            sandbox=sandbox,
+            episode=episode,
+            instruction=step.get("instruction"),
+            user=limits.get("user"),
+            environment={},
+            directory=directory,
+            solution=step.get("solution"),
+            solution_environment=resolved(task.get("solution_env", {}), self.variables),
+        )
+        timeout = asyncio.timeout(seconds)
+        try:
+            async with timeout:
+                await agent.work(work)
+        except TimeoutError:
+            # The agent's own TimeoutError is not the task's time limit.
+            if not timeout.expired():
+                raise
+        await sandbox.clear()
+        return timeout.expired()
+
+    async def _score(self, lease: Lease, step: Mapping[str, Any], directory: Path) -> dict[str, float]:
+        sandbox, verifier = lease.sandbox, step["verifier"]
+        for command in verifier.get("collect", ()):
+            # What cannot be collected is missed by the tests, if they need it.
+            with contextlib.suppress(StepRaised):
+                await run_program(
+                    sandbox,
+                    ["/bin/sh", "-c", command["command"]],
+                    user=command.get("user"),
+                    environment={},
+                    seconds=command.get("timeout", _SETUP_SECONDS),
+                )
+        environment = resolved(verifier.get("env", {}), self.variables)
+        if (machine := verifier.get("machine")) is None:
+            return await verify(sandbox, verifier, directory, environment=environment)
+        network = reach(machine["network"], self.options.network)
+        spec = spec_of(machine, self.options, self.variables, network=network)
+        archives = await _artifacts(sandbox, step)
+        async with self.sandboxes.lease(spec) as own, _way_out(own.sandbox, network):
+            await _await_health(own.sandbox, machine.get("healthcheck"))
+            for path, archive in archives.items():
+                await own.sandbox.unpack(archive, path, user="0")
+            return await verify(own.sandbox, verifier, directory, environment=environment)
+
+
+@contextlib.asynccontextmanager
+async def _way_out(sandbox: Sandbox, network: Reach) -> AsyncIterator[None]:
+    """Give a sandbox the proxy that lets it reach the hosts of an allowlist, and nothing else."""
+    if network.mode != "Allowlist":
+        yield
+        return
+    proxy = EgressProxy(AllowedHosts.of(network.hosts))
+    try:
+        await sandbox.forward("127.0.0.1", await proxy.open(), inside=PROXY_PORT)
+        yield
+    finally:
+        await proxy.close()
+        if proxy.refused:
+            _log.info("the sandbox %s was refused: %s", sandbox.name, proxy.refused)
+
+
+async def _artifacts(sandbox: Sandbox, step: Mapping[str, Any]) -> dict[str, bytes]:
+    """What the agent leaves for tests in a machine of their own: archives by the directory that they come into."""
+    found = {}
+    for artifact in [{"source": ARTIFACTS}, *step.get("artifacts", ())]:
+        with contextlib.suppress(FileNotFoundError):
+            found[artifact["source"]] = await sandbox.pack(artifact["source"], size=_TREE_BYTES, user="0")
+    return found
+
+
+async def _prepare_step(sandbox: Sandbox, step: Mapping[str, Any], directory: Path) -> None:
+    if (source := step.get("workdir")) is not None:
+        await sandbox.upload(directory / source, await _workdir(sandbox), user="0")
+        if (directory / source / "setup.sh").is_file():
+            workdir = await _workdir(sandbox)
+            done = await run_program(
+                sandbox,
+                ["/bin/sh", f"{workdir.rstrip('/')}/setup.sh"],
+                user=step.get("agent", {}).get("user"),
+                environment={},
+                seconds=_SETUP_SECONDS,
+            )
+            if not done.succeeded:
+                raise TaskFailed(f"{source}/setup.sh ended with {ending(done)}")
+    await _await_health(sandbox, step.get("healthcheck"))
+
+
+async def _workdir(sandbox: Sandbox) -> str:
+    return await sandbox.workdir()
+
+
+async def _await_health(sandbox: Sandbox, check: Mapping[str, Any] | None) -> None:
+    """Wait until a healthcheck succeeds.
+
+    Raises:
+        TaskFailed: It failed too often in a row, after its start period.
+    """
+    if check is None:
+        return
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    failures = 0
+    while True:
+        done = await run_program(
+            sandbox, ["/bin/sh", "-c", check["command"]], user=None, environment={}, seconds=check["timeout"]
+        )
+        if done.succeeded:
+            return
+        starting = loop.time() - began < check["start_period"]
+        failures += not starting
+        if failures >= max(check["retries"], 1):
+            raise TaskFailed(f"the machine's healthcheck {check['command']!r} ended with {ending(done)}")
+        await asyncio.sleep(check["start_interval"] if starting else check["interval"])
+
+
+def state_of(result: TaskResult) -> dict[str, Any]:
+    """What a trajectory's state says of how its task was played."""
+    return dataclasses.asdict(result)

@@ -1,0 +1,81 @@
+"""The verifier: tests come into the sandbox when nothing of the agent runs any more, and say what it is worth."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from kuberoll_workers.environments.outcome import StepRaised
+from kuberoll_workers.harbor.agents import make_executable, run_program, upload
+from kuberoll_workers.harbor.files import TaskFiles
+from kuberoll_workers.harbor.rewards import JSON, TEXT, RewardError, read_reward
+from kuberoll_workers.sandboxes.handle import Sandbox
+
+TESTS: Final = "/tests"
+LOGS: Final = "/logs/verifier"
+_REWARD_BYTES: Final = 1 << 20
+_SHOWN: Final = 2000
+
+
+class VerifierFailed(StepRaised):
+    """The tests gave no reward: a failure, and never a reward of 0."""
+
+
+async def verify(
+    sandbox: Sandbox, verifier: Mapping[str, Any], directory: Path, *, environment: Mapping[str, str]
+) -> dict[str, float]:
+    """Run the tests of a step (`harbor.rows`, VERIFIER) in a sandbox in which nothing else runs.
+
+    Args:
+        directory: The task's directory here.
+        environment: Variables of the tests.
+
+    Returns:
+        Rewards by name.
+
+    Raises:
+        SandboxLost: The sandbox is gone.
+        VerifierFailed: The tests exceed their time, cannot be run, or write no reward.
+    """
+    # What the agent has left in their place, links among it, is nobody's.
+    for path in (TESTS, LOGS):
+        await sandbox.remove(path, user="0")
+    await sandbox.make_directory(LOGS, mode=0o777, user="0")
+    files = TaskFiles(directory)
+    for tests in verifier.get("tests", ()):
+        await upload(sandbox, files, directory / tests, TESTS)
+    script = verifier["script"]
+    sources = [directory / tests / script for tests in verifier.get("tests", ())]
+    if source := next((path for path in reversed(sources) if path.is_file()), None):
+        await make_executable(sandbox, f"{TESTS}/{script}", source)
+    timeout = verifier.get("timeout")
+    done = await run_program(
+        sandbox, [f"{TESTS}/{script}"], user=verifier.get("user"), environment=environment, seconds=timeout
+    )
+    with contextlib.suppress(OSError):
+        await sandbox.write(f"{LOGS}/test-stdout.txt", done.stdout, user="0")
+    if done.timed_out:
+        raise VerifierFailed(f"the tests took longer than [verifier] timeout_sec ({timeout:g} s){_end(done.text)}")
+    try:
+        return read_reward(await _content(sandbox, TEXT), await _content(sandbox, JSON))
+    except RewardError as error:
+        raise VerifierFailed(f"{error}{_end(done.text)}") from error
+
+
+async def _content(sandbox: Sandbox, name: str) -> bytes | None:
+    try:
+        found = await sandbox.read(f"{LOGS}/{name}", size=_REWARD_BYTES + 1, user="0")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise VerifierFailed(f"{LOGS}/{name} cannot be read: {error.strerror}") from error
+    if len(found) > _REWARD_BYTES:
+        raise VerifierFailed(f"{LOGS}/{name} has more than {_REWARD_BYTES >> 20} MiB")
+    return found
+
+
+def _end(text: str) -> str:
+    said = text.strip()[-_SHOWN:]
+    return f"; their output ends with\n{said}" if said else "; they wrote nothing"
