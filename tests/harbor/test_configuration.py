@@ -113,8 +113,7 @@ def test_hosts_and_sizes_have_one_spelling() -> None:
         ),
         (
             '[environment]\nenv = { "A=B" = "x" }',
-            "2: environment.env: 'A=B' is no variable of a process: the name is empty or has =, or there "
-            "is a NUL in it",
+            "2: environment.env: 'A=B' is no variable of a process: it is empty or has =, or there is a NUL in it",
         ),
     ],
 )

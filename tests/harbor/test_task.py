@@ -161,6 +161,36 @@ def test_what_a_link_leads_to_is_in_the_digest(tmp_path: Path) -> None:
     assert read_task(root).digest != first
 
 
+def test_a_task_is_the_same_by_any_path_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_task(tmp_path / "tasks/a", {**STEPS_FILES, "tests/.harborignore": "common.sh\n"})
+    first = read_task(root)
+    (tmp_path / "link").symlink_to("tasks")
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("tasks/a"), Path("link/a"), tmp_path / "link/a", Path("link/../tasks/a")):
+        task = read_task(path)
+        assert (task.name, task.digest) == (first.name, first.digest)
+        assert task.stages[0].verification.tests == (path / "tests",)
+        names = [found.as_posix() for found in TaskFiles(path).selected(path / "tests")]
+        assert names == ["test.sh"]
+    monkeypatch.chdir(root)
+    assert read_task(Path()).digest == first.digest
+
+
+def test_directories_in_directories_have_a_bound(tmp_path: Path) -> None:
+    root = write_task(tmp_path / "a")
+    for place in ("tests", "environment"):
+        deepest = os.open(root / place, os.O_RDONLY)
+        for _ in range(500):
+            os.mkdir("d", dir_fd=deepest)
+            inner = os.open("d", os.O_RDONLY, dir_fd=deepest)
+            os.close(deepest)
+            deepest = inner
+        os.close(deepest)
+    found = mistakes(root)
+    assert [line[: line.index("/d/")] for line in found] == ["a/environment", "a/tests"]
+    assert all(line.endswith("d: is more than 64 directories deep: move it up") for line in found)
+
+
 def test_reading_changes_nothing(tmp_path: Path) -> None:
     root = write_task(tmp_path / "a")
     before = {path: path.lstat().st_mtime_ns for path in [root, *root.rglob("*")]}

@@ -16,6 +16,10 @@ IGNORE_FILE: Final = ".harborignore"
 
 _SCOPES: Final = (("tests",), ("solution",), ("steps", None, "tests"), ("steps", None, "solution"))
 _CHUNK: Final = 1 << 20
+_MOST_DEPTH: Final = 64
+
+
+_TOO_DEEP: Final = f"is more than {_MOST_DEPTH} directories deep: move it up"
 
 
 class UnusableFile(ValueError):
@@ -34,6 +38,7 @@ class TaskFiles:
     """The files below a task's directory."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self.root = directory.resolve()
         self._rules: dict[Path, GitIgnoreSpec] = {}
 
@@ -105,8 +110,8 @@ class TaskFiles:
             raise UnusableFile(path, "is a link that leads out of the task: put the file itself there")
 
     def _own(self, path: Path) -> Path:
-        # Links stay as they are; `..` is not followed through them.
-        return self.root / os.path.relpath(path, self.root) if path.is_absolute() else self.root / path
+        """A path of the task below its real directory; links below that stay as they are."""
+        return path if path.is_relative_to(self.root) else self.root / path.relative_to(self._directory)
 
     def _walk(self, directory: Path) -> Iterator[Path]:
         for path in sorted(directory.iterdir()):
@@ -122,6 +127,8 @@ class TaskFiles:
         target = _target(path)
         if target in above:
             raise UnusableFile(path, "is a link to a directory that it is in: remove it")
+        if len(above) > _MOST_DEPTH:
+            raise UnusableFile(path, _TOO_DEEP)
         if not path.is_dir():
             if path.exists() and not path.is_file():
                 raise UnusableFile(path, "is neither a file nor a directory: remove it")
@@ -176,9 +183,19 @@ def tree_digest(directory: Path) -> str:
         UnusableFile: A file cannot be read.
     """
     total = hashlib.sha256()
-    for path in sorted(directory.rglob("*")):
+    for path in _entries(directory, 0):
         _add(total, os.fsencode(path.relative_to(directory)), _digest_of(path))
     return total.hexdigest()
+
+
+def _entries(directory: Path, depth: int) -> Iterator[Path]:
+    """All that is below a directory, links not followed."""
+    if depth > _MOST_DEPTH:
+        raise UnusableFile(directory, _TOO_DEEP)
+    for path in sorted(directory.iterdir()):
+        yield path
+        if path.is_dir() and not path.is_symlink():
+            yield from _entries(path, depth + 1)
 
 
 def _target(path: Path) -> Path:

@@ -31,9 +31,7 @@ def not_served(message: str) -> BeforeValidator:
 def _variables(found: dict[str, str]) -> dict[str, str]:
     for name, value in found.items():
         if not name or "=" in name or "\0" in name + value:
-            raise NotServed(
-                f"{name!r} is no variable of a process: its name is empty or has =, or there is a NUL in it"
-            )
+            raise NotServed(f"{name!r} is no variable of a process: it is empty or has =, or there is a NUL in it")
     return found
 
 
