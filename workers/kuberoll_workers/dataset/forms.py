@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Protocol
 
 from kuberoll_api.plugins import DATASETS, installed
+from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.dataset.sources import RawRow, file_rows, resolve_uri
 
 
@@ -58,5 +60,12 @@ def uri_rows(uri: str, base: Path, field: str, types: Mapping[str, str]) -> Iter
 def _form_of(directory: Path) -> DatasetForm | None:
     if not directory.is_dir():
         return None
-    forms: Iterator[DatasetForm] = (entry.load() for entry in installed(DATASETS).values())
-    return next((form for form in forms if form.holds(directory)), None)
+    return next((form for form in map(_loaded, installed(DATASETS).values()) if form.holds(directory)), None)
+
+
+def _loaded(entry: EntryPoint) -> DatasetForm:
+    try:
+        form: DatasetForm = entry.load()
+    except ImportError as error:
+        raise DatasetError(f"the form {entry.name!r} of datasets ({DATASETS}) cannot be loaded: {error}") from error
+    return form
