@@ -18,6 +18,7 @@ from kuberoll_api.cli import main
 from kuberoll_workers.harbor.builders import Builder, find_builder, has_written
 from kuberoll_workers.harbor.images import builds_of, tagged
 from kuberoll_workers.harbor.task import read_tasks
+from tests.harbor.registry import running_registry
 from tests.harbor.writing import STEPS_FILES, write_task
 
 BUSYBOX = Path("/bin/busybox")
@@ -121,6 +122,35 @@ def test_images_are_built_once_into_a_layout(builder: str, store: Path, folder: 
     assert outcomes(run(*given)) == {"a": "there", "c": "built"}
     assert len(blob_index(layout)) == 3
     assert not has_written(tmp_path, references[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("builder", ["buildah", "podman"])
+def test_images_are_pushed_once(
+    builder: str, store: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which(builder) is None:
+        pytest.skip(f"{builder} is not installed")
+    with running_registry() as registry:
+        configuration = tmp_path / ".config/containers/registries.conf"
+        configuration.parent.mkdir(parents=True)
+        configuration.write_text(f'[[registry]]\nlocation = "{registry.address}"\ninsecure = true\n')
+        monkeypatch.setenv("HOME", str(tmp_path))
+        given = (folder, "--tag", f"{registry.address}/team/tasks", "--push", *options(builder))
+        first = run(*given)
+        assert first.exit_code == 0, first.output
+        assert outcomes(first) == {"a": "built", "c": "built"}
+        tags = {build.digest[:32] for build in builds_of(read_tasks(folder))}
+        assert tags < registry.manifests.keys()
+        blobs = len(registry.blobs)
+        # Without skopeo buildah cannot ask, and pushes what its store has.
+        asks = builder == "podman" or shutil.which("skopeo") is not None
+        assert set(outcomes(run(*given)).values()) == {"there" if asks else "built"}
+        assert len(registry.blobs) == blobs
+        # Gone from the registry, and still in the builder's store: it is pushed again.
+        del registry.manifests[min(tags)]
+        assert sorted(outcomes(run(*given)).values()) == ["built", "there" if asks else "built"]
+        assert tags < registry.manifests.keys()
 
 
 @pytest.mark.slow

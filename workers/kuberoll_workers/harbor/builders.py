@@ -19,6 +19,7 @@ BuilderName = Literal["docker", "podman", "buildah"]
 
 _LOOK_SECONDS: Final = 60.0
 _MOST_CHARACTERS: Final = 4000
+_MOST_TAGS: Final = "1000000"
 _REFERENCE: Final = "org.opencontainers.image.ref.name"
 
 
@@ -79,9 +80,15 @@ class Builder:
         return await _succeeds([self.name, *kind, reference])
 
     async def has_pushed(self, reference: str) -> bool:
-        """True if the image is in its registry."""
-        remote = reference if self.name == "docker" else f"docker://{reference}"
-        return await _succeeds([self.name, "manifest", "inspect", remote])
+        """True if the image is in its registry; False also if it may be, and buildah has no skopeo to ask with."""
+        if self.name == "docker":
+            return await _succeeds(["docker", "manifest", "inspect", reference])
+        if self.name == "podman":
+            # Its other questions are about lists of images, or bring the whole image.
+            return await _has_tag(reference)
+        return shutil.which("skopeo") is not None and await _succeeds(
+            ["skopeo", "inspect", "--raw", f"docker://{reference}"]
+        )
 
 
 def find_builder(name: BuilderName | None, options: Sequence[str]) -> Builder:
@@ -115,8 +122,25 @@ async def _succeeds(command: Sequence[str]) -> bool:
     return True
 
 
-async def _run(command: Sequence[str], seconds: float) -> None:
-    """Run a program to its end; what it has started ends with it, also when this is cancelled."""
+async def _has_tag(reference: str) -> bool:
+    """Ask a registry with podman, which prints a line `NAME TAG` for each tag."""
+    name, _, tag = reference.rpartition(":")
+    try:
+        said = await _run(["podman", "search", "--list-tags", "--limit", _MOST_TAGS, name], _LOOK_SECONDS)
+    except BuildError:
+        return False
+    return any(line.split()[-1:] == [tag] for line in said.splitlines())
+
+
+async def _run(command: Sequence[str], seconds: float) -> str:
+    """Run a program to its end; what it has started ends with it, also when this is cancelled.
+
+    Returns:
+        What it has said.
+
+    Raises:
+        BuildError: It fails, or takes longer.
+    """
     name = " ".join(command[:2])
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -134,6 +158,8 @@ async def _run(command: Sequence[str], seconds: float) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+    words = said.decode(errors="replace")
     if process.returncode:
-        words = said[-_MOST_CHARACTERS:].decode(errors="replace").strip()
-        raise BuildError(f"{name} has failed with exit code {process.returncode}:\n{words}")
+        end = words[-_MOST_CHARACTERS:].strip()
+        raise BuildError(f"{name} has failed with exit code {process.returncode}:\n{end}")
+    return words
