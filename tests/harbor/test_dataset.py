@@ -30,7 +30,7 @@ spec:
 
 
 def rows_of(base: Path, dataset: dict[str, Any], names: dict[str, str] | None = None) -> list[Row]:
-    names = {"shell": "harbor"} if names is None else names
+    names = {"shell": "sandbox_agent"} if names is None else names
     given = Dataset.model_validate(dataset)
     return list(read_rows(given, base=base, task_names=list(names), environment=None, types=names))  # type: ignore[arg-type]
 
@@ -88,9 +88,9 @@ def test_a_path_that_is_absolute_stays_so(folder: Path) -> None:
 
 def test_rows_go_to_the_environment_of_their_type(folder: Path) -> None:
     dataset = {"source": {"uri": "tasks"}}
-    assert {row.task_name for row in rows_of(folder, dataset, {"math": "math", "shell": "harbor"})} == {"shell"}
+    assert {row.task_name for row in rows_of(folder, dataset, {"math": "math", "shell": "sandbox_agent"})} == {"shell"}
     with pytest.raises(DatasetError, match="task_name is missing"):
-        rows_of(folder, dataset, {"a": "harbor", "b": "harbor"})
+        rows_of(folder, dataset, {"a": "sandbox_agent", "b": "sandbox_agent"})
     assert {row.task_name for row in rows_of(folder, dataset, {"own": "none"})} == {"own"}
 
 
@@ -99,7 +99,7 @@ def test_tasks_mix_with_other_sources_and_shuffle(folder: Path) -> None:
         {"name": "shell", "source": {"uri": "tasks"}, "environment": "shell"},
         {"name": "chat", "source": {"rows": [{"prompt": "Hi."}]}, "environment": "chat"},
     ]
-    found = rows_of(folder, {"sources": parts, "shuffleSeed": 3}, {"shell": "harbor", "chat": "math"})
+    found = rows_of(folder, {"sources": parts, "shuffleSeed": 3}, {"shell": "sandbox_agent", "chat": "math"})
     assert sorted(row.idx for row in found) == ["chat/0", "shell/kuberoll/count-words", "shell/report"]
 
 

@@ -17,7 +17,7 @@ class DatasetForm(Protocol):
 
     @property
     def environment(self) -> str | None:
-        """The `type` of the environments that play its rows, which need not name one then; None: any."""
+        """Type of the class of the environments that play its rows, which need not name one then; None: any."""
         ...
 
     def holds(self, directory: Path) -> bool:

@@ -285,7 +285,7 @@ def _rows(
         environment=environment,
         refused=refused,
         gym_agents=gym_agents,
-        types={item.name: item.type for item in job.spec.environments if item.type is not None},
+        types={item.name: kind for item in job.spec.environments if (kind := item.constructor[0]) is not None},
     )
     if not job.spec.generation.sampling.override:
         return rows

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kuberoll_api.model.environments import SANDBOX_AGENT_TYPE
 from kuberoll_workers.dataset.rows import DatasetError, RowPosition
 from kuberoll_workers.harbor.configuration import FILE
 from kuberoll_workers.harbor.mistakes import TaskError
@@ -16,7 +17,7 @@ from kuberoll_workers.harbor.task import TaskNames, find_tasks, read_task
 class HarborTasks:
     """Directories of tasks, or of one: see `kuberoll_workers.dataset.forms.DatasetForm`."""
 
-    environment = "harbor"
+    environment = SANDBOX_AGENT_TYPE
 
     def holds(self, directory: Path) -> bool:
         """Say whether there is a task in a directory, or it is one."""
