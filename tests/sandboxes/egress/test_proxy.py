@@ -32,7 +32,7 @@ CONNECT = b"CONNECT good.example:443 HTTP/1.1\r\nHost: good.example:443\r\n\r\n"
 ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 ALERT = b"\x15\x03\x01\x00\x02\x02\x70"
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-SMALL = Limits(head_seconds=0.2, connect_seconds=0.2, idle_seconds=0.2)
+SMALL = Limits(head_seconds=0.2, idle_seconds=0.2)
 
 
 def get(url: str, *lines: str, host: str = GOOD) -> bytes:
@@ -265,27 +265,27 @@ async def test_the_system_s_resolver_gives_addresses() -> None:
 
 
 async def test_what_does_not_exist_or_answer_is_no_refusal() -> None:
-    outside = Outside({"down.example": [[PUBLIC]], "slow.example": [[PUBLIC]]})
-    waiting = asyncio.Event()
-
-    async def dial(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if port == 444:
-            await waiting.wait()
-        raise ConnectionRefusedError("nothing is there")
-
-    proxy = EgressProxy(
-        AllowedHosts.of(["*.example", "slow.example:444"]),
-        connector=Connector(resolver=outside.resolve, dialer=dial, own=lambda: ()),
-        limits=SMALL,
-    )
-    port = await proxy.open()
-    try:
+    outside = Outside({"down.example": [[PUBLIC]]})
+    async with outside.proxy("*.example") as (proxy, port):
         missing = await say(port, b"CONNECT missing.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (status(missing), b"Name or service not known" in said(missing)) == (502, True)
-        assert status(await say(port, b"CONNECT down.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")) == 502
-        slow = await say(port, b"CONNECT slow.example:444 HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert status(slow) in (502, 504)
+        down = await say(port, b"CONNECT down.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert status(down) == 502
+        assert PUBLIC.encode() not in down
         assert proxy.refused == {}
+
+
+async def test_who_does_not_answer_in_time_is_left() -> None:
+    async def dial(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    outside = Outside({GOOD: [[PUBLIC]]})
+    connector = Connector(resolver=outside.resolve, dialer=dial, own=lambda: ())
+    proxy = EgressProxy(AllowedHosts.of([GOOD]), connector=connector, limits=Limits(connect_seconds=0.1))
+    port = await proxy.open()
+    try:
+        assert status(await say(port, CONNECT)) == 504
     finally:
         await proxy.close()
 
@@ -486,6 +486,27 @@ async def test_who_does_not_go_on_is_left(pieces: list[bytes]) -> None:
         assert await say(port, *pieces) in (b"", ESTABLISHED)
         while proxy._serving:
             await asyncio.wait(proxy._serving)
+
+
+@pytest.mark.parametrize(
+    "request_bytes", [CONNECT + hello(GOOD), get("http://good.example/")], ids=["tunnel", "request"]
+)
+async def test_who_is_gone_is_not_waited_for_as_long(request_bytes: bytes) -> None:
+    waiting = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        await waiting.wait()
+
+    outside = Outside()
+    limits = Limits(idle_seconds=3600, half_closed_seconds=0.1)
+    async with listening(serve) as local, outside.proxy(GOOD, limits=limits) as (proxy, port):
+        outside.put(GOOD, 443, local)
+        outside.put(GOOD, 80, local)
+        assert await _closing(port, request_bytes) in (b"", ESTABLISHED)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while proxy._serving:
+                await asyncio.wait(proxy._serving)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from kuberoll_workers.sandboxes.egress.messages import (
     request_to,
     tunnel_of,
 )
-from kuberoll_workers.sandboxes.egress.relay import PIECE_BYTES, End, Moved, exchange, tunnel
+from kuberoll_workers.sandboxes.egress.relay import PIECE_BYTES, End, Pace, exchange, tunnel
 from kuberoll_workers.sandboxes.egress.rules import AllowedHosts, InvalidHost, parse_host
 
 OTHERS: Final = "others"
@@ -57,6 +57,7 @@ class Limits:
         head_seconds: Time for the head of a request, and for a ClientHello.
         connect_seconds: Time to resolve a name and to connect.
         idle_seconds: Time for which a connection may move nothing.
+        half_closed_seconds: The same, if one side has closed it.
         total_bytes: All that is passed on, both ways; None: no limit.
     """
 
@@ -64,6 +65,7 @@ class Limits:
     head_seconds: float = 10.0
     connect_seconds: float = 15.0
     idle_seconds: float = 300.0
+    half_closed_seconds: float = 30.0
     total_bytes: int | None = None
 
 
@@ -172,10 +174,10 @@ class EgressProxy:
                 target = origin_of(request, destination)
                 await self._exchange(inside, outside, (connection, request_to(destination, target, request)), read[1])
             elif not is_http and begun:
-                async with self._idle() as moved:
-                    moved(len(begun))
+                async with self._paced() as pace:
+                    pace.moved(len(begun))
                     await outside.send(begun)
-                    await tunnel(inside, outside, moved)
+                    await tunnel(inside, outside, pace)
 
     async def _exchange(
         self, inside: End, outside: End, asked: tuple[h11.Connection, h11.Request], read: bytes
@@ -188,9 +190,9 @@ class EgressProxy:
         if read:
             # For h11, no bytes are the end of the connection.
             asked[0].receive_data(read)
-        async with self._idle() as moved:
-            moved(len(read))
-            await exchange(inside, outside, asked, moved)
+        async with self._paced() as pace:
+            pace.moved(len(read))
+            await exchange(inside, outside, asked, pace)
 
     async def _check_hello(self, inside: End, destination: Destination, begun: bytes) -> bytes:
         """The first bytes of a tunnel, if they are a ClientHello for its destination; none: it has ended."""
@@ -235,24 +237,20 @@ class EgressProxy:
             outside.abort()
 
     @contextlib.asynccontextmanager
-    async def _idle(self) -> AsyncIterator[Moved]:
-        """Time for a connection that counts what it moves, as long as it moves something.
+    async def _paced(self) -> AsyncIterator[Pace]:
+        """The time of a connection, in which what it moves is counted.
 
         Raises:
-            OSError: It does not, or the machine has moved all that it may.
+            OSError: It moves nothing, or the machine has moved all that it may.
         """
-        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(None) as limit:
+            yield Pace(limit, self._limits.idle_seconds, self._limits.half_closed_seconds, self._moved)
+
+    def _moved(self, count: int) -> None:
+        self.moved_bytes += count
         most = self._limits.total_bytes
-        async with asyncio.timeout(self._limits.idle_seconds) as limit:
-
-            def moved(count: int) -> None:
-                self.moved_bytes += count
-                if most is not None and self.moved_bytes > most:
-                    raise ConnectionAbortedError(f"the machine has moved the {most} bytes that it may")
-                if not limit.expired():
-                    limit.reschedule(loop.time() + self._limits.idle_seconds)
-
-            yield moved
+        if most is not None and self.moved_bytes > most:
+            raise ConnectionAbortedError(f"the machine has moved the {most} bytes that it may")
 
     def _count(self, tried: str) -> None:
         tried = tried[:_MOST_TRIED_CHARACTERS]

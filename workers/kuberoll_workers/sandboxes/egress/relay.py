@@ -9,14 +9,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import h11
 
 from kuberoll_workers.sandboxes.egress.messages import MOST_HEAD_BYTES, Refusal, response_from
-
-Moved: TypeAlias = Callable[[int], None]
-"""Is told how many bytes have come, whichever way."""
 
 PIECE_BYTES: Final = 64 << 10
 # As long as h11 parses, nobody else's turn comes.
@@ -55,16 +52,46 @@ class End:
         self.writer.transport.abort()
 
 
-async def tunnel(inside: End, outside: End, moved: Moved) -> None:
+class Pace:
+    """The time that a connection has to move something."""
+
+    def __init__(self, limit: asyncio.Timeout, seconds: float, half: float, count: Callable[[int], None]) -> None:
+        """Begin it.
+
+        Args:
+            limit: What ends the connection.
+            seconds: Time for which it may move nothing.
+            half: The same once a side has closed it, which may wait for the other, or be gone.
+            count: Is told how many bytes were moved, whichever way; may raise OSError.
+        """
+        self._limit = limit
+        self._seconds = seconds
+        self._half = half
+        self._count = count
+        self.moved(0)
+
+    def moved(self, count: int) -> None:
+        """So many bytes have come: its time begins anew."""
+        self._count(count)
+        if not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+    def half_close(self) -> None:
+        """A side has closed it."""
+        self._seconds = min(self._seconds, self._half)
+        self.moved(0)
+
+
+async def tunnel(inside: End, outside: End, pace: Pace) -> None:
     """Copy both ways until both have ended.
 
     Raises:
         OSError: One of them is gone.
     """
-    await _both(_copy(inside, outside, moved), _copy(outside, inside, moved))
+    await _both(_copy(inside, outside, pace), _copy(outside, inside, pace))
 
 
-async def exchange(inside: End, outside: End, asked: tuple[h11.Connection, h11.Request], moved: Moved) -> None:
+async def exchange(inside: End, outside: End, asked: tuple[h11.Connection, h11.Request], pace: Pace) -> None:
     """Pass on one request, and its response, which may begin before the request has ended.
 
     Args:
@@ -77,15 +104,18 @@ async def exchange(inside: End, outside: End, asked: tuple[h11.Connection, h11.R
     client, request = asked
     server = h11.Connection(h11.CLIENT, max_incomplete_event_size=MOST_HEAD_BYTES)
     head = server.send(request) or b""
-    moved(len(head))
+    pace.moved(len(head))
     await outside.send(head)
 
     async def ask() -> None:
-        async for event in _events(client, inside, HTTPStatus.BAD_REQUEST, moved):
+        async for event in _events(client, inside, HTTPStatus.BAD_REQUEST, pace):
             await outside.send(server.send(event) or b"")
+        # There is one request on a connection.
+        if not await inside.reader.read(1):
+            pace.half_close()
 
     async def respond(asking: asyncio.Task[None]) -> None:
-        async for event in _events(server, outside, HTTPStatus.BAD_GATEWAY, moved):
+        async for event in _events(server, outside, HTTPStatus.BAD_GATEWAY, pace):
             if isinstance(event, h11.InformationalResponse):
                 # HTTP/1.0 knows none.
                 if client.their_http_version == b"1.0":
@@ -106,7 +136,7 @@ async def exchange(inside: End, outside: End, asked: tuple[h11.Connection, h11.R
         raise error from None
 
 
-async def _events(connection: h11.Connection, end: End, status: HTTPStatus, moved: Moved) -> AsyncIterator[h11.Event]:
+async def _events(connection: h11.Connection, end: End, status: HTTPStatus, pace: Pace) -> AsyncIterator[h11.Event]:
     """The events of one message, whose data is joined as far as it has come.
 
     Raises:
@@ -121,7 +151,7 @@ async def _events(connection: h11.Connection, end: End, status: HTTPStatus, move
                     yield h11.Data(data=bytes(data))
                     data.clear()
                 piece = await end.reader.read(_PARSED_BYTES)
-                moved(len(piece))
+                pace.moved(len(piece))
                 connection.receive_data(piece)
                 # A reader that has bytes gives them at once.
                 await asyncio.sleep(0)
@@ -143,12 +173,13 @@ async def _events(connection: h11.Connection, end: End, status: HTTPStatus, move
         yield event
 
 
-async def _copy(source: End, sink: End, moved: Moved) -> None:
+async def _copy(source: End, sink: End, pace: Pace) -> None:
     while data := await source.reader.read(PIECE_BYTES):
-        moved(len(data))
+        pace.moved(len(data))
         await sink.send(data)
     if sink.writer.can_write_eof():
         sink.writer.write_eof()
+    pace.half_close()
 
 
 async def _both(*works: Coroutine[Any, Any, None]) -> None:
