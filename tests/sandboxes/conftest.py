@@ -43,7 +43,12 @@ async def sandboxes(cache: Path, tmp_path: Path) -> AsyncIterator[Sandboxes]:
         pytest.skip(str(error))
     yield found
     await found.close()
-    assert list(tmp_path.glob("kuberoll-sandboxes-*")) == []
+    assert left_in(tmp_path) == []
+
+
+def left_in(scratch: Path) -> list[Path]:
+    """What drivers have left in their directory."""
+    return list(scratch.glob("kuberoll-sandboxes-*"))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ BUSYBOX: Final = shutil.which("busybox")
 """A busybox that needs no libraries, of Debian's busybox-static."""
 
 APPLETS: Final = (
-    "sh", "cat", "chmod", "cp", "dd", "echo", "env", "expr", "false", "grep", "head", "hostname", "id", "kill", "killall",
+    "sh", "cat", "chmod", "cp", "dd", "echo", "env", "expr", "false", "grep", "head", "hostname", "id", "kill",
     "ln", "ls", "mkdir", "mkfifo", "mount", "nc", "nslookup", "printf", "ps", "pwd", "rm", "sed", "seq", "setsid",
     "sleep", "stat", "tail", "test", "touch", "tr", "true", "uname", "unshare", "wc", "wget", "yes",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ headers = st.dictionaries(st.text(max_size=5), st.text(max_size=5) | st.integers
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
-    return [data[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    return [data[begin:end] for begin, end in itertools.pairwise(places)]
 
 
 @given(st.lists(st.tuples(headers, st.binary(max_size=300)), max_size=5), st.lists(st.integers(0, 2000), max_size=8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from kuberoll_workers.sandboxes.handle import Sandbox
 from kuberoll_workers.sandboxes.keys import context_of, make_key
 from kuberoll_workers.sandboxes.leases import Sandboxes
 from kuberoll_workers.sandboxes.shell import Shell
-from tests.sandboxes.conftest import Leasing
+from tests.sandboxes.conftest import Leasing, left_in
 
 pytestmark = pytest.mark.slow
 
@@ -38,16 +39,20 @@ async def test_commands(lease: Leasing) -> None:
         assert (done.exit_code, done.signal, done.text, done.errors) == (3, None, "out\n", "err\n")
         done = await box.exec(["sh", "-c", "kill -TERM $$"])
         assert (done.exit_code, done.signal) == (None, signal.SIGTERM)
-        assert (await box.exec(["cat"], stdin=b"x" * (3 << 20), output_bytes=4 << 20)).stdout == b"x" * (3 << 20)
+        whole = b"x" * (3 << 20)
+        assert (await box.exec(["cat"], stdin=whole, output_bytes=4 << 20)).stdout == whole
         done = await box.exec("seq 1 100000", output_bytes=1000)
         assert done.stdout.startswith(b"1\n2\n")
         assert done.stdout.endswith(b"100000\n")
         assert len(done.stdout) + done.skipped[0] == sum(len(str(n)) + 1 for n in range(1, 100_001))
-        assert await lines(box, "pwd; echo $GREETING $ADDED", environment={"ADDED": "there"}) == ["/work", "hello there"]
+        assert await lines(box, "pwd; echo $GREETING $ADDED", environment={"ADDED": "there"}) == [
+            "/work",
+            "hello there",
+        ]
         assert await lines(box, "pwd", workdir="/etc") == ["/etc"]
         with pytest.raises(CommandNotStarted, match="No such file or directory: nothing"):
             await box.exec(["nothing"])
-        with pytest.raises(CommandNotStarted, match="working directory.*: /nowhere"):
+        with pytest.raises(CommandNotStarted, match=r"working directory.*: /nowhere"):
             await box.exec("true", workdir="/nowhere")
         with pytest.raises(CommandNotStarted, match="no user 'nobody'"):
             await box.exec("true", user="nobody")
@@ -131,7 +136,7 @@ async def test_an_archive_of_others_never_leads_out_of_its_place_inside(lease: L
             member.type, member.linkname = kind, target
             archive.addfile(member)
         async with lease() as one:
-            with pytest.raises(OSError, match="outside|absolute"):
+            with pytest.raises(OSError, match=r"outside|absolute"):
                 await one.sandbox.unpack(place.read_bytes(), "/tree")
             assert (await one.sandbox.read("/etc/passwd")).startswith(b"root:")
 
@@ -144,7 +149,9 @@ async def test_users(lease: Leasing) -> None:
             "/home/app",
         ]
         # Nothing of the server's own rights is left to it, nor can it stop what serves it.
-        assert await lines(one.sandbox, "kill -9 1 2>&1; grep -c 'CapEff:.*[1-9a-f]' /proc/self/status", user="app") == [
+        assert await lines(
+            one.sandbox, "kill -9 1 2>&1; grep -c 'CapEff:.*[1-9a-f]' /proc/self/status", user="app"
+        ) == [
             "sh: can't kill pid 1: Operation not permitted",
             "0",
         ]
@@ -211,7 +218,12 @@ async def test_limits(lease: Leasing) -> None:
 
 async def test_ways_into_the_kernel_are_closed(lease: Leasing) -> None:
     async with lease() as one:
-        for command in ("mount -t tmpfs none /mnt", "unshare -U true", "unshare -m true", "echo 1 > /proc/sys/kernel/core_uses_pid"):
+        for command in (
+            "mount -t tmpfs none /mnt",
+            "unshare -U true",
+            "unshare -m true",
+            "echo 1 > /proc/sys/kernel/core_uses_pid",
+        ):
             assert not (await one.sandbox.exec(command)).succeeded, command
 
 
@@ -274,7 +286,9 @@ def is_server(pid: int) -> bool:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-    return b"kuberoll_guest" in command and "NSpid:" in status and status.split("NSpid:")[1].split("\n")[0].endswith("\t1")
+    return (
+        b"kuberoll_guest" in command and "NSpid:" in status and status.split("NSpid:")[1].split("\n")[0].endswith("\t1")
+    )
 
 
 async def test_a_sandbox_ends_with_its_lease(sandboxes: Sandboxes, busybox: str) -> None:
@@ -284,7 +298,7 @@ async def test_a_sandbox_ends_with_its_lease(sandboxes: Sandboxes, busybox: str)
     ended = os.pidfd_open(first)
     try:
         # Nobody renews it: what was heard last is the driver's own check.
-        await asyncio.to_thread(lambda: __import__("select").select([ended], [], [], 60.0))
+        await asyncio.to_thread(select.select, [ended], [], [], 60.0)
         with pytest.raises(SandboxLost):
             await connect(ticket, context_of(ticket.key))
     finally:
@@ -307,7 +321,9 @@ async def test_nothing_is_left_of_a_worker_that_is_killed(cache: Path, busybox: 
 
         asyncio.run(main())
     """)
-    worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    worker = await asyncio.to_thread(
+        subprocess.Popen, [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    )
     assert worker.stdout is not None
     if not (line := worker.stdout.readline()):
         worker.wait()
@@ -318,10 +334,10 @@ async def test_nothing_is_left_of_a_worker_that_is_killed(cache: Path, busybox: 
     worker.kill()
     worker.wait()
     worker.stdout.close()
-    await asyncio.to_thread(lambda: __import__("select").select([zygote], [], [], 60.0))
+    await asyncio.to_thread(select.select, [zygote], [], [], 60.0)
     os.close(zygote)
     assert not [pid for pid in processes if is_server(pid)]
-    assert list(tmp_path.glob("kuberoll-sandboxes-*")) == []
+    assert left_in(tmp_path) == []
 
 
 async def test_an_image_that_is_not_there_is_named(sandboxes: Sandboxes, tmp_path: Path) -> None:

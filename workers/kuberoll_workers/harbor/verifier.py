@@ -39,8 +39,8 @@ async def verify(
         SandboxLost: The sandbox is gone.
         VerifierFailed: The tests exceed their time, cannot be run, or write no reward.
     """
-    # What the agent has left in their place, links among it, is nobody's.
-    for path in (TESTS, LOGS):
+    # What the agent has left in their place, links among it, is nobody's. Without tests of the task the image has them.
+    for path in (*((TESTS,) if verifier.get("tests") else ()), LOGS):
         await sandbox.remove(path, user="0")
     await sandbox.make_directory(LOGS, mode=0o777, user="0")
     files = TaskFiles(directory)

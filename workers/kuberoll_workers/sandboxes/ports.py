@@ -129,8 +129,11 @@ async def _relay(connection: Connection, reader: asyncio.StreamReader, writer: a
             if header["kind"] == "end":
                 return
             try:
-                writer.write(payload)
-                await writer.drain()
+                if header["kind"] == "outputEnd":
+                    writer.write_eof()
+                else:
+                    writer.write(payload)
+                    await writer.drain()
             except OSError:
                 await connection.send({"kind": "kill"})
     finally:

@@ -13,9 +13,9 @@ JSON, and a payload of bytes. A connection has one operation at a time; `hello` 
 | `unpack`, `path` | `input` with a tar archive, `inputEnd` | `end` |
 | `pack`, `path` | | `output` with a tar archive, `end` |
 | `make`, `path`, `mode`; `remove`, `path` | | `end` |
-| `connect`, `port` | `input`, `inputEnd` | `open`, `output`, `end` |
+| `connect`, `port` | `input`, `inputEnd` | `open`, `output`, `outputEnd`, `end` |
 | `listen`, `port` | | `end` with `port` |
-| `accept`, `port` | `input`, `inputEnd` | `open` when somebody has connected, `output`, `end` |
+| `accept`, `port` | `input`, `inputEnd` | as `connect`, `open` when somebody has connected |
 | `clear` | | `end` with `left` |
 
 An `end` with `error` has an operation's failure, with `errno` where the system has said why.

@@ -125,17 +125,21 @@ class Operation:
 
 
 class _Input:
-    """The writing end of a pipe or socket, with what could not be written yet."""
+    """The writing end of a pipe or socket, with what could not be written yet.
+
+    Attributes:
+        closed: True if nothing can be written any more.
+    """
 
     def __init__(self, descriptor: int, loop: Watcher, taken: Callable[[int], None]) -> None:
         self.descriptor = descriptor
         self._loop = loop
         self._taken = taken
         self._waiting = bytearray()
-        self._ended = self._watched = self._closed = False
+        self._ended = self._watched = self.closed = False
 
     def take(self, data: bytes) -> None:
-        if self._closed:
+        if self.closed:
             self._taken(len(data))
             return
         self._waiting += data
@@ -146,8 +150,8 @@ class _Input:
         self._flush()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._stop()
             self.shut()
 
@@ -155,7 +159,7 @@ class _Input:
         os.close(self.descriptor)
 
     def _flush(self) -> None:
-        if self._closed:
+        if self.closed:
             return
         try:
             while self._waiting:
@@ -254,14 +258,15 @@ class TaskOperation(Operation):
 
 
 class RelayOperation(Operation):
-    """An operation that is a connection within the sandbox."""
+    """An operation that is a connection within the sandbox; each of its directions ends by itself."""
 
     def __init__(self, end: socket.socket, loop: Watcher, send: Send) -> None:
         self._socket = end
         self._loop = loop
         self._send = send
-        self._input = _Half(end, loop, lambda count: send({"kind": "taken", "bytes": count}, b""))
-        self._reading = False
+        self._input = _Half(end, loop, lambda count: send({"kind": "taken", "bytes": count}, b""), self._check)
+        # Whether it is watched, and whether anything more can come from it.
+        self._reading, self._open = False, True
         end.setblocking(False)
         send({"kind": "open"}, b"")
         self.resume()
@@ -281,7 +286,7 @@ class RelayOperation(Operation):
             self._loop.forget(self._input.reader)
 
     def resume(self) -> None:
-        if not self._reading and self._socket.fileno() >= 0:
+        if not self._reading and self._open and self._socket.fileno() >= 0:
             self._reading = True
             self._loop.read(self._input.reader, self._read)
 
@@ -291,17 +296,28 @@ class RelayOperation(Operation):
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            self._end()
+            return
         if data:
             self._send({"kind": "output", "stream": "stdout"}, data)
-        else:
+            return
+        self.pause()
+        self._open = False
+        self._send({"kind": "outputEnd"}, b"")
+        self._check()
+
+    def _check(self) -> None:
+        if not self._open and self._input.closed:
             self._end()
 
     def _end(self) -> None:
         if self._socket.fileno() < 0:
             return
         self.pause()
+        # Not yet closed in both directions for `_check`, which closing the input calls.
+        self._open = True
         self._input.close()
+        self._open = False
         os.close(self._input.reader)
         self._socket.close()
         self._send({"kind": "end"}, b"")
@@ -314,14 +330,19 @@ class _Half(_Input):
         reader: Descriptor of the reading half.
     """
 
-    def __init__(self, end: socket.socket, loop: Watcher, taken: Callable[[int], None]) -> None:
+    def __init__(
+        self, end: socket.socket, loop: Watcher, taken: Callable[[int], None], closed: Callable[[], None]
+    ) -> None:
+        """`closed` is called when it is closed."""
         self._end = end
+        self._when_closed = closed
         self.reader = os.dup(end.fileno())
         super().__init__(end.fileno(), loop, taken)
 
     def shut(self) -> None:
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
+        self._when_closed()
 
 
 class AcceptOperation(Operation):
