@@ -13,6 +13,7 @@ from kuberoll_api import conditions, contract
 from kuberoll_api.conditions import Reason
 from kuberoll_api.contract import FinishMessage
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.sandboxes import NO_CLUSTER
 from kuberoll_api.output_claims import claim_problem
 from kuberoll_api.output_location import InvalidOutput, output_of
 from kuberoll_operator import names, queueing
@@ -271,6 +272,9 @@ def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | Non
         output_of(job.spec.output.uri)
     except InvalidOutput as error:
         return str(error)
+    for number, spec in enumerate(job.spec.environments):
+        if spec.sandbox is not None:
+            return f"spec.environments[{number}].sandbox: {NO_CLUSTER}"
     for number, spec in served(job):
         if spec.used_services:
             return (

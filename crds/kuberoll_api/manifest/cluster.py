@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from kuberoll_api.manifest.beside import FilesBeside, Finding, files_beside
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.sandboxes import NO_CLUSTER
 from kuberoll_api.output_claims import claim_problem, is_of_one_node, output_claim
 from kuberoll_api.output_location import InvalidOutput, output_of
 from kuberoll_api.paths import Path
@@ -20,7 +21,6 @@ _IN_IMAGES: Final = "/opt/kuberoll/models/"
 """Directory of the models in KubeRoll's own images."""
 
 _LOCAL_HOSTS: Final = ("localhost", "::1", "0.0.0.0")
-NO_SANDBOXES: Final = "no cluster has machines for trajectories yet; play the job on one machine with `kuberoll run`"
 _NOT_THIS_MACHINE: Final = "is this machine, but in a pod the pod itself; name an address that pods reach"
 
 
@@ -72,7 +72,7 @@ def check_for_cluster(
 def _sandboxes(job: RolloutJob) -> Iterator[Finding]:
     for number, environment in enumerate(job.spec.environments):
         if environment.sandbox is not None:
-            yield Finding(("spec", "environments", number, "sandbox"), NO_SANDBOXES)
+            yield Finding(("spec", "environments", number, "sandbox"), NO_CLUSTER)
 
 
 def _output_problems(job: RolloutJob) -> Iterator[Finding]:

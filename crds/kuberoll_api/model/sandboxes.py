@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
@@ -11,6 +11,9 @@ from kuberoll_api.model.contradictions import contradiction
 from kuberoll_api.model.pods import Resources
 from kuberoll_api.model.traits import IDENTITY, OPERATION
 from kuberoll_api.model.types import VARIABLE_PATTERN, Model, Text
+
+NO_CLUSTER: Final = "no cluster has machines for trajectories yet; play the job on one machine with `kuberoll run`"
+"""Why a job with sandboxes is refused in a cluster."""
 
 Host = Annotated[
     str,

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from kuberoll_workers.environments.interface import (
     UnusableRow,
 )
 from kuberoll_workers.environments.outcome import SCALAR, EpisodeLost
+from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.harbor.agents import Agent, CommandAgent, NoAgent, OracleAgent, Work
 from kuberoll_workers.harbor.machines import given_variables, reach, spec_of
 from kuberoll_workers.harbor.playing import Player, TaskResult, state_of
@@ -30,7 +32,7 @@ from kuberoll_workers.harbor.rewards import KEY
 from kuberoll_workers.harbor.rows import FIELD
 from kuberoll_workers.harbor.tools import ToolsLoop
 from kuberoll_workers.sandboxes.drivers import find_driver
-from kuberoll_workers.sandboxes.errors import SandboxLost
+from kuberoll_workers.sandboxes.errors import SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.leases import Sandboxes
 
 _log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class SandboxAgents(EnvironmentInterface):
         self._agent = _agent_of(options)
         # A chat template that leaves tools out is refused before an engine is started.
         self.declares_tools = options.tools is not None  # type: ignore[misc]
+        _check_here()
         self._player = Player(
             sandboxes=Sandboxes(find_driver()),
             options=self._options,
@@ -140,6 +143,28 @@ class FunctionAgent:
             await self._phases.call(episode)
         finally:
             await self._phases.close(episode)
+
+
+def _check_here() -> None:
+    """Check that this machine has sandboxes, before anything else is started for them.
+
+    Raises:
+        UnusableEnvironment: It has none; the message says what is missing.
+    """
+
+    async def check() -> None:
+        sandboxes = Sandboxes(find_driver())
+        try:
+            await sandboxes.check()
+        finally:
+            await sandboxes.close()
+
+    # Whoever creates an environment may have an event loop.
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(asyncio.run, check()).result()
+        except SandboxUnavailable as error:
+            raise UnusableEnvironment(f"sandbox: {error}") from error
 
 
 def _agent_of(options: AgentOptions) -> Agent:

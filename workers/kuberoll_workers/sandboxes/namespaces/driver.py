@@ -221,6 +221,8 @@ class NamespaceDriver:
             first = await self._receive()
             if first is None:
                 raise SandboxUnavailable("the process that makes sandboxes has ended: see the log")
+            if first["problem"] is not None:
+                raise SandboxUnavailable(first["problem"])
             for controller in first["missing"]:
                 _log.warning(
                     "this user may not make control groups, so that sandboxes have %s; with Docker or Podman they do",

@@ -21,6 +21,9 @@ from typing import Any, Final, NoReturn
 from kuberoll_workers.sandboxes.namespaces import system
 from kuberoll_workers.sandboxes.namespaces.filters import forbid_calls
 
+NAMESPACES: Final = system.NEW_PROCESSES | system.NEW_NETWORK | system.NEW_IPC | system.NEW_NAMES | system.NEW_CGROUP
+"""Namespaces that a sandbox has beside those of users and mounts."""
+
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 # What Docker gives, without net_raw and mknod: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
 # net_bind_service, sys_chroot, audit_write, setfcap.
@@ -88,9 +91,7 @@ def become(
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
         system.end_with_parent(signal.SIGKILL)
-        system.unshare(
-            system.NEW_PROCESSES | system.NEW_NETWORK | system.NEW_IPC | system.NEW_NAMES | system.NEW_CGROUP
-        )
+        system.unshare(NAMESPACES)
         first = os.fork()
         if first == 0:
             _begin(plan, opened, devices, listener, told)

@@ -81,7 +81,7 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        self._tell({"ready": True, "ids": self._ids.text(), "missing": list(self._groups.missing)})
+        self._tell({"missing": list(self._groups.missing), "problem": _problem()})
         while True:
             watched = any(sandbox.memory is not None for sandbox in self._sandboxes.values())
             ready, _, _ = select.select([self._channel.fileno(), wake], [], [], _LOOK_SECONDS if watched else None)
@@ -231,6 +231,20 @@ class Zygote:
     def _tell(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             self._channel.send(json.dumps(message).encode())
+
+
+def _problem() -> str | None:
+    """Why this process can make no namespaces; None if it can."""
+    process = os.fork()
+    if process == 0:
+        try:
+            signal.set_wakeup_fd(-1)
+            system.unshare(system.NEW_USER | system.NEW_MOUNTS | machine.NAMESPACES)
+        except OSError as error:
+            os._exit(error.errno or 1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    return str(unavailable(OSError(code, os.strerror(code)))) if code > 0 else None
 
 
 def remove_tree(directory: Path, ids: IdMap) -> None:
