@@ -30,7 +30,7 @@ from benchmarks.figures import Figure
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "benchmarks" / "results" / "latest.json"
 
-SUITES: Final = ("rollout_loop", "tail", "in_flight", "transport", "start", "system")
+SUITES: Final = ("rollout_loop", "tail", "in_flight", "transport", "start", "system", "sandboxes")
 """Modules with a function `figures`, each measured in a process of its own."""
 
 _ROUNDS = 3
