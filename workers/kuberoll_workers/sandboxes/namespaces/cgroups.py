@@ -14,7 +14,7 @@ _ROOT: Final = Path("/sys/fs/cgroup")
 _CONTROLLERS: Final = ("memory", "pids", "cpu")
 _PARENT: Final = "kuberoll-sandboxes"
 _PERIOD: Final = 100_000
-_REMOVE_SECONDS: Final = 2.0
+_REMOVE_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)

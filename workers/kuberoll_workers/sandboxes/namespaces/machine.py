@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -66,20 +67,19 @@ class Plan:
 
 
 def become(
-    plan: Plan, listener: socket.socket, told: int, mapped: Callable[[], None], joined: Callable[[], None]
+    plan: Plan, listener: socket.socket, told: int, maker: int, mapped: Callable[[], None], joined: Callable[[], None]
 ) -> NoReturn:
     """Become the sandbox, in the process that was forked for it; it waits for the sandbox's end.
 
     Args:
         listener: Listening socket of the sandbox's server.
         told: Pipe that is told what went wrong; it is closed when nothing has.
+        maker: Id of the process that has forked this one.
         mapped: Called in the new user namespace; returns when that has users.
         joined: Called before anything else: joins the control groups.
     """
     try:
         os.setsid()
-        # So the sandbox ends with what has made it; a second time below, because a change of users takes it back.
-        system.end_with_parent(signal.SIGKILL)
         joined()
         system.unshare(system.NEW_USER | system.NEW_MOUNTS)
         # While this is still the user whose files they are, and in the namespace that mounts them.
@@ -90,12 +90,20 @@ def become(
             os.setgroups([])
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
+        # So the sandbox ends with what has made it; only now, because a change of users would take it back.
         system.end_with_parent(signal.SIGKILL)
+        if os.getppid() != maker:
+            # It was too late.
+            os._exit(1)
         system.unshare(NAMESPACES)
+        alive, held = os.pipe()
         first = os.fork()
         if first == 0:
-            _begin(plan, opened, devices, listener, told)
-        os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+            os.close(held)
+            _begin(plan, opened, devices, listener, told, alive)
+        # What is held is closed when this process ends, and not before.
+        os.closerange(0, held)
+        os.closerange(held + 1, os.sysconf("SC_OPEN_MAX"))
         os.waitpid(first, 0)
     except BaseException as error:
         _tell(told, error)
@@ -103,10 +111,18 @@ def become(
         os._exit(1)
 
 
-def _begin(plan: Plan, opened: list[int], devices: dict[str, int], listener: socket.socket, told: int) -> NoReturn:
-    """Become the sandbox's first process."""
+def _begin(
+    plan: Plan, opened: list[int], devices: dict[str, int], listener: socket.socket, told: int, alive: int
+) -> NoReturn:
+    """Become the sandbox's first process.
+
+    Args:
+        alive: Pipe that is closed at its other end when the parent is gone, whom a namespace of processes hides.
+    """
     try:
         system.end_with_parent(signal.SIGKILL)
+        if select.select([alive], [], [], 0.0)[0]:
+            os._exit(1)
         os.setsid()
         system.mount("none", "/", flags=system.PRIVATE | system.RECURSIVE)
         layers, own, runtime = opened

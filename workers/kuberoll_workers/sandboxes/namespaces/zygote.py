@@ -132,6 +132,7 @@ class Zygote:
             os.chdir("/")
             listener.listen(128)
             group = self._groups.make(plan.name, cgroups.Limits(**request["limits"]))
+            maker = os.getpid()
             process = os.fork()
             if process == 0:
                 signal.set_wakeup_fd(-1)
@@ -146,7 +147,7 @@ class Zygote:
                     if not os.read(answered, 1):
                         os._exit(1)
 
-                machine.become(plan, listener, tell, mapped, group.join)
+                machine.become(plan, listener, tell, maker, mapped, group.join)
             memory = request["limits"]["memory"] if "memory" in self._groups.missing else None
             self._sandboxes[plan.name] = _Sandbox(process, directory, group, memory)
             for descriptor in (tell, ask, answered):
