@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.sandboxes.connection import Ticket, connect
 from kuberoll_workers.sandboxes.driver import SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, SandboxUnavailable
@@ -288,4 +289,7 @@ def _zygote() -> tuple[str, ...]:
 
 
 def _variables() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # It ends by itself when its worker has, and removes what is left: whoever ends what a killed worker has left, by
+    # the run's id, must not end it before.
+    kept = {name: value for name, value in os.environ.items() if name != RUN_ID_VARIABLE}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
