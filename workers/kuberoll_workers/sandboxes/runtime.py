@@ -33,6 +33,9 @@ RUNTIME_VARIABLE: Final = "KUBEROLL_SANDBOX_RUNTIME"
 """Variable that names the directory of a runtime that was made before, as in our images."""
 
 _GUEST: Final = "kuberoll_guest"
+_PROGRAM: Final = (
+    f"from {_GUEST}.server import main; from {_GUEST}.settings import from_variable; main(from_variable())"
+)
 # What the guest imports only when it needs it, beside what it imports at once.
 _LATER: Final = ("tarfile", "encodings.ascii", "encodings.latin_1", "encodings.utf_8", "encodings.idna")
 _COMPLETE: Final = "complete.json"
@@ -54,7 +57,7 @@ class Runtime:
         return [
             *(f"{PLACE}/ld", "--library-path", f"{PLACE}/lib", f"{PLACE}/bin/python3"),
             # Neither variables nor directories of the image have a part in it.
-            *("-I", "-S", "-B", "-c", f"import {_GUEST}.__main__"),
+            *("-I", "-S", "-B", "-c", _PROGRAM),
         ]
 
     @staticmethod
