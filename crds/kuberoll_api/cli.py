@@ -27,7 +27,6 @@ SUMMARIES = {
     "export": "Write a run in a format of a trainer's library.",
     "get": "Copy the output of a RolloutJob from a cluster.",
     "images": "Build the images that tasks need.",
-    "tasks": "Try tasks that are played in machines of their own.",
     "logs": "Show the logs of a RolloutJob in a cluster.",
     "render": "Print the objects that the operator creates for a job.",
     "report": "Write a run as an HTML page.",
@@ -35,6 +34,7 @@ SUMMARIES = {
     "run": "Run a RolloutJob on this machine.",
     "serve": "Keep the engine of a RolloutJob up on this machine.",
     "show": "Show the trajectories of a run.",
+    "tasks": "Try tasks that are played in machines of their own.",
     "top": "Show the RolloutJobs of a cluster and their throughput.",
     "validate": "Check manifests.",
 }
