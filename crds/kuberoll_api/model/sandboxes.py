@@ -67,8 +67,8 @@ class Sandbox(Model):
     )
     built_images: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=512)] | None, OPERATION] = Field(
         default=None,
-        description="Where images are that tasks have Dockerfiles for: the --tag of `kuberoll images build`, or the "
-        "oci:DIRECTORY of its --layout.",
+        description="Where images are that tasks have Dockerfiles for: the --tag of `kuberoll images build`, and "
+        "before it the directory of its --layout, as in oci:DIRECTORY:TAG.",
     )
     resources: Annotated[Resources, OPERATION] = Field(
         default_factory=Resources,
