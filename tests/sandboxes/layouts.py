@@ -16,19 +16,21 @@ BUSYBOX: Final = shutil.which("busybox")
 """A busybox that needs no libraries, of Debian's busybox-static."""
 
 APPLETS: Final = (
-    "sh", "cat", "chmod", "cp", "dd", "echo", "env", "expr", "false", "grep", "head", "hostname", "id", "kill",
-    "ln", "ls", "mkdir", "mkfifo", "mount", "nc", "nslookup", "printf", "ps", "pwd", "rm", "sed", "seq", "setsid",
-    "sleep", "stat", "tail", "test", "touch", "tr", "true", "uname", "unshare", "wc", "wget", "yes",
+    "awk", "cat", "chmod", "cp", "dd", "echo", "env", "expr", "false", "grep", "head", "hostname", "id", "kill",
+    "ln", "ls", "mkdir", "mkfifo", "mount", "nc", "nslookup", "printf", "ps", "pwd", "rm", "sed", "seq",
+    "setsid", "sh", "sleep", "sort", "stat", "tail", "test", "touch", "tr", "true", "uname", "unshare", "wc", "wget",
+    "yes",
 )  # fmt: skip
 PASSWD: Final = "root:x:0:0:root:/root:/bin/sh\napp:x:1000:1000::/home/app:/bin/sh\n"
 GROUP: Final = "root:x:0:\napp:x:1000:\nwheel:x:10:app\n"
 
 
-def busybox_layout(directory: Path, *, files: Mapping[str, str] | None = None, **config: Any) -> str:
+def busybox_layout(directory: Path, *, files: Mapping[str, str] | None = None, owner: int = 0, **config: Any) -> str:
     """Write an image of busybox alone.
 
     Args:
         files: Further files by path, with their text.
+        owner: User whose the working directory and these files are.
         config: Fields of its configuration, such as User, WorkingDir, Env.
 
     Returns:
@@ -37,12 +39,14 @@ def busybox_layout(directory: Path, *, files: Mapping[str, str] | None = None, *
     assert BUSYBOX is not None
     layer = _Layer()
     for name in ("bin", "etc", "root", "home", "home/app", "work"):
-        layer.directory(name, owner=1000 if name == "home/app" else 0)
+        layer.directory(name, owner={"home/app": 1000, "work": owner}.get(name, 0))
     layer.file("bin/busybox", Path(BUSYBOX).read_bytes(), mode=0o755)
     for name in APPLETS:
         layer.link(f"bin/{name}", "busybox")
-    for name, text in {"etc/passwd": PASSWD, "etc/group": GROUP, **(files or {})}.items():
-        layer.file(name, text.encode(), mode=0o755 if text.startswith("#!") else 0o644)
+    for name, text in {"etc/passwd": PASSWD, "etc/group": GROUP}.items():
+        layer.file(name, text.encode())
+    for name, text in (files or {}).items():
+        layer.file(name, text.encode(), mode=0o755 if text.startswith("#!") else 0o644, owner=owner)
     return write_layout(directory, [layer.content()], {"WorkingDir": "/work", **config})
 
 
@@ -89,9 +93,9 @@ class _Layer:
         member.type, member.mode, member.uid, member.gid = tarfile.DIRTYPE, 0o755, owner, owner
         self._archive.addfile(member)
 
-    def file(self, name: str, content: bytes, *, mode: int = 0o644) -> None:
+    def file(self, name: str, content: bytes, *, mode: int = 0o644, owner: int = 0) -> None:
         member = tarfile.TarInfo(name)
-        member.size, member.mode = len(content), mode
+        member.size, member.mode, member.uid, member.gid = len(content), mode, owner, owner
         self._archive.addfile(member, io.BytesIO(content))
 
     def link(self, name: str, target: str) -> None:

@@ -1,0 +1,4 @@
+#!/bin/sh
+for name in $*; do
+    echo "Hello, $name!"
+done
