@@ -19,11 +19,12 @@ _IGNORED = -100
 """Label of ids that nothing is learned from."""
 
 
-def train(directory: Path, transcripts: Sequence[Sequence[tuple[str, bool]]]) -> Path:
+def train(directory: Path, transcripts: Sequence[Sequence[tuple[str, bool]]], *, steps: int = STEPS) -> Path:
     """Train the policy on transcripts, until it writes little else; its directory.
 
     Args:
         transcripts: Parts of a sequence, each with whether the policy writes it; special tokens are their texts.
+        steps: Number of steps; few transcripts, in which the policy writes little, need more of them.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -44,7 +45,7 @@ def train(directory: Path, transcripts: Sequence[Sequence[tuple[str, bool]]]) ->
     model = AutoModelForCausalLM.from_pretrained(str(TINY), dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with _one_thread():
-        for _ in range(STEPS):
+        for _ in range(steps):
             optimizer.zero_grad()
             model(input_ids=batch, labels=wanted).loss.backward()
             optimizer.step()
