@@ -169,6 +169,8 @@ async def test_a_name_may_be_written_otherwise(target: str) -> None:
         (b"\x16\x03\x01" + b"\xff" * 40, "good.example:443 (not TLS)", b""),
         (b"\x16\x03\x01\x40\x00\x01\x00\xff\xff" + bytes(MOST_BYTES), "good.example:443 (not TLS)", b""),
     ],
+    # A ClientHello is another one each time.
+    ids=lambda value: "bytes" if isinstance(value, bytes) else str(value),
 )
 async def test_a_tunnel_is_for_tls_with_its_own_host(begun: bytes, tried: str, end: bytes) -> None:
     outside = Outside()
