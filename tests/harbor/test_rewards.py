@@ -16,6 +16,7 @@ from kuberoll_workers.harbor.rewards import (
     combine,
     read_reward,
     shortfall,
+    worth,
 )
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**80), 2**80)
@@ -26,6 +27,11 @@ def test_reward_json_comes_before_reward_txt() -> None:
     assert read_reward("0.5\n", None) == {"reward": 0.5}
     assert read_reward("0.5", '{"reward": 1, "form": 0.25}') == {"reward": 1.0, "form": 0.25}
     assert read_reward(b"1", b'{"passed": true}') == {"passed": 1.0}
+
+
+def test_a_reward_of_this_name_counts_alone() -> None:
+    assert worth({"form": 0.5, "reward": 1.0}) == {"reward": 1.0}
+    assert worth({"form": 0.5, "right": 1.0}) == {"form": 0.5, "right": 1.0}
 
 
 @pytest.mark.parametrize(

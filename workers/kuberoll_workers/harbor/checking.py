@@ -15,7 +15,7 @@ from kuberoll_workers.environments.interface import UnusableRow
 from kuberoll_workers.environments.outcome import EnvironmentFault
 from kuberoll_workers.harbor.agents import Agent, NoAgent, OracleAgent
 from kuberoll_workers.harbor.playing import Player
-from kuberoll_workers.harbor.rewards import KEY
+from kuberoll_workers.harbor.rewards import worth
 from kuberoll_workers.harbor.rows import FIELD, row_of
 from kuberoll_workers.harbor.task import Task
 from kuberoll_workers.sandboxes.errors import SandboxError
@@ -99,7 +99,7 @@ async def _played(player: Player, task: Task, agent: Agent) -> Played:
     began = time.monotonic()
     try:
         result = await player.play(row["metadata"][FIELD], task.directory, agent, _episode(row))
-        played = Played(reward=result.rewards.get(KEY, sum(result.rewards.values())))
+        played = Played(reward=sum(worth(result.rewards).values()))
     except (EnvironmentFault, SandboxError, UnusableRow, OSError) as error:
         played = Played(problem=str(error) or type(error).__name__)
     return dataclasses.replace(played, seconds=time.monotonic() - began)

@@ -28,7 +28,7 @@ from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.harbor.agents import Agent, CommandAgent, NoAgent, OracleAgent, Work
 from kuberoll_workers.harbor.machines import given_variables, reach, spec_of
 from kuberoll_workers.harbor.playing import Player, TaskResult, state_of
-from kuberoll_workers.harbor.rewards import KEY
+from kuberoll_workers.harbor.rewards import KEY, worth
 from kuberoll_workers.harbor.rows import FIELD
 from kuberoll_workers.harbor.tools import ToolsLoop
 from kuberoll_workers.sandboxes.drivers import find_driver
@@ -84,8 +84,9 @@ class SandboxAgents(EnvironmentInterface):
             EpisodeLost: Its sandbox was lost.
         """
         results = await asyncio.gather(*map(self._play, message_log_batch, metadata))
-        names = list(dict.fromkeys(name for result, _ in results for name in result.rewards))
-        rewards: Any = {name: [result.rewards.get(name, 0.0) for result, _ in results] for name in names}
+        counted = [worth(result.rewards) for result, _ in results]
+        names = list(dict.fromkeys(name for rewards in counted for name in rewards))
+        rewards: Any = {name: [one.get(name, 0.0) for one in counted] for name in names}
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}] * len(results),
             metadata=[state for _, state in results],

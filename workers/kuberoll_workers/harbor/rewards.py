@@ -75,6 +75,11 @@ def combine(steps: Sequence[Mapping[str, float] | None], strategy: Strategy | No
     return {name: sum(rewards.get(name, 0) for rewards in known) / len(known) for name in names}
 
 
+def worth(rewards: Mapping[str, float]) -> dict[str, float]:
+    """The rewards that count, by name: `reward` alone if it is among them, and all, which are summed, if it is not."""
+    return {KEY: rewards[KEY]} if KEY in rewards else dict(rewards)
+
+
 def shortfall(rewards: Mapping[str, float] | None, least: float | Mapping[str, float] | None) -> str | None:
     """Why the next step does not begin: words about the first reward below its least; None if it begins.
 
