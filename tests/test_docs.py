@@ -32,7 +32,6 @@ from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
 from kuberoll_workers.rollouts.scheduling import run_rollout
-from kuberoll_workers.sandboxes.handle import Sandbox
 from kuberoll_workers.telemetry import RolloutMetrics
 from tests.data.support import model
 from tests.environments.calling import Shop
@@ -233,19 +232,6 @@ async def test_the_loop_can_be_used_as_the_docs_show() -> None:
     assert len(kept) == 3
     assert all(index % 2 for index in kept)
     assert isinstance(names["carry_over"], list)
-
-
-def test_the_handle_s_methods_are_the_documented_ones() -> None:
-    page = (ROOT / "docs/reference/sandboxes.md").read_text().split("## The handle")[1].split("\n## ")[0]
-    cells = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
-    methods = {name: inspect.signature(method) for name, method in inspect.getmembers(Sandbox, inspect.isfunction)}
-    shown = re.findall(r"`(\w+)\(([^)]*)\)`", cells)
-    # Whoever leased it closes it.
-    assert {name for name, _ in shown} == {name for name in methods if name[0] != "_"} - {"close"}
-    for name, arguments in shown:
-        given = [word for word in re.split(r", ", arguments) if word not in ("", "*", "…")]
-        known = [parameter for parameter in methods[name].parameters if parameter != "self"]
-        assert given == (known[: len(given)] if "…" in arguments else known), name
 
 
 def test_the_imports_for_users_of_nemo_rl_are_there() -> None:
