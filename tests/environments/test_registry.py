@@ -12,6 +12,7 @@ from kuberoll_api import plugins
 from kuberoll_api.model.environments import (
     AGENT_TYPE,
     GYM_AGENT_TYPE,
+    SANDBOX_AGENT_TYPE,
     BuiltInEnvironment,
     Environment,
     LibraryEnvironment,
@@ -58,7 +59,8 @@ class BrokenEnvironment(DuckEnvironment):
 def test_manifests_may_name_the_built_ins_and_no_others() -> None:
     assert set(get_args(BuiltInEnvironment)) == set(BUILT_INS)
     assert set(get_args(LibraryEnvironment)) == set(LIBRARIES)
-    assert {*BUILT_INS, *LIBRARIES, AGENT_TYPE, GYM_AGENT_TYPE} == set(plugins.installed(plugins.ENVIRONMENTS))
+    own = {AGENT_TYPE, GYM_AGENT_TYPE, SANDBOX_AGENT_TYPE}
+    assert {*BUILT_INS, *LIBRARIES, *own} == set(plugins.installed(plugins.ENVIRONMENTS))
 
 
 @pytest.mark.parametrize("name", ["sliding_puzzle", "nemo_gym", AGENT_TYPE])

@@ -162,7 +162,7 @@ def test_a_build_that_fails_is_told_and_the_others_are_built(store: Path, folder
     (folder / "b/task.toml").write_text("[environment]\nbuild_timeout_sec = 2")
     result = run(folder, "--tag", "tasks", "--parallel", 3, *options("buildah"))
     assert result.exit_code == 1
-    assert outcomes(result) == {"a": "failed", "b": "failed", "c": "built"}
+    assert outcomes(result) == {"a": "broken", "b": "broken", "c": "built"}
     assert "a/environment: buildah build has failed with exit code" in result.stderr
     assert "b/environment: buildah build has not ended after 2 s (environment.build_timeout_sec)" in result.stderr
     # Without a registry or a layout the builder's own store has it.

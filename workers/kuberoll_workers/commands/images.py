@@ -79,7 +79,7 @@ def build(
     asyncio.run(build_images(builds, builder, target, parallel=parallel, done=done))
     order = {one.digest: number for number, one in enumerate(builds)}
     click.echo(_table(sorted(made, key=lambda one: order[one.build.digest]), len(found)))
-    if any(one.outcome == "failed" for one in made):
+    if any(one.outcome == "broken" for one in made):
         sys.exit(1)
 
 

@@ -17,6 +17,7 @@ from kuberoll_api import plugins
 from kuberoll_api.model.environments import (
     AGENT_TYPE,
     GYM_AGENT_TYPE,
+    SANDBOX_AGENT_TYPE,
     BuiltInEnvironment,
     Environment,
     LibraryEnvironment,
@@ -27,7 +28,9 @@ from kuberoll_workers.environments.hooks import Hooks, InvalidRecovery
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.ray_classes import is_ray_class, plain_class, start_ray, uses_ray
 
-_TYPES = frozenset({*get_args(BuiltInEnvironment), *get_args(LibraryEnvironment), AGENT_TYPE, GYM_AGENT_TYPE})
+_TYPES = frozenset(
+    {*get_args(BuiltInEnvironment), *get_args(LibraryEnvironment), AGENT_TYPE, GYM_AGENT_TYPE, SANDBOX_AGENT_TYPE}
+)
 
 
 def _registered(types: Iterable[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Literal
 from kuberoll_workers.harbor.builders import Builder, BuildError, has_written
 from kuberoll_workers.harbor.images import Build, tagged
 
-Outcome = Literal["built", "there", "failed"]
+Outcome = Literal["built", "there", "broken"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ async def _build(build: Build, builder: Builder, target: Target, index: asyncio.
                 async with index:
                     await builder.write(reference, target.layout, build.timeout)
     except BuildError as error:
-        outcome, problem = "failed", str(error)
+        outcome, problem = "broken", str(error)
     return Built(build=build, reference=reference, outcome=outcome, seconds=time.monotonic() - begin, problem=problem)
 
 
