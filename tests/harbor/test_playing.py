@@ -200,6 +200,17 @@ async def test_a_network_that_the_job_does_not_give_is_refused_before_anything_s
     assert (await play(OracleAgent(), network="public", options={"network": {"mode": "None"}})).rewards["reward"] == 1
 
 
+async def test_what_would_be_left_out_without_a_word_is_refused(play: Playing) -> None:
+    with pytest.raises(UnusableRow, match=r"\[verifier\] has another network"):
+        await play(OracleAgent(), verifier='network_mode = "public"', options={"network": {"mode": "All"}})
+    server = '[[environment.mcp_servers]]\nname = "notes"\ntransport = "http"\nurl = "http://127.0.0.1:1/mcp"'
+    with pytest.raises(UnusableRow, match="mcp_servers"):
+        await play(OracleAgent(), environment=server)
+    # Where the job closes all, they are the same.
+    found = await play(OracleAgent(), verifier='network_mode = "public"', options={"network": {"mode": "None"}})
+    assert found.rewards == {"reward": 1.0}
+
+
 async def test_an_allowlist_is_a_proxy_that_refuses_others(play: Playing) -> None:
     said: list[str] = []
 

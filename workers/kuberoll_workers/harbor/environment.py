@@ -26,7 +26,7 @@ from kuberoll_workers.environments.interface import (
 from kuberoll_workers.environments.outcome import SCALAR, EpisodeLost
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.harbor.agents import Agent, CommandAgent, NoAgent, OracleAgent, Work
-from kuberoll_workers.harbor.machines import given_variables, reach, spec_of
+from kuberoll_workers.harbor.machines import check_task, given_variables, reach, spec_of
 from kuberoll_workers.harbor.playing import Player, TaskResult, state_of
 from kuberoll_workers.harbor.rewards import KEY, worth
 from kuberoll_workers.harbor.rows import FIELD
@@ -66,6 +66,7 @@ class SandboxAgents(EnvironmentInterface):
     def check_row(self, metadata: Metadata) -> None:
         """See `EnvironmentInterface.check_row`."""
         task = _task_of(metadata)
+        check_task(task, self._options.network)
         machines = [task["machine"], *(step["verifier"].get("machine") for step in task["steps"])]
         for machine in machines:
             if machine is not None:

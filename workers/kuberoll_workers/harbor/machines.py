@@ -97,6 +97,28 @@ def reach(wanted: Mapping[str, Any], allowed: SandboxNetwork | None) -> Reach:
     return Reach("Allowlist", hosts)
 
 
+def check_task(task: Mapping[str, Any], allowed: SandboxNetwork | None) -> None:
+    """Check that a task asks for nothing that would be left out without a word.
+
+    Raises:
+        UnusableRow: It does.
+    """
+    machine = task["machine"]
+    usual = reach(machine["network"], allowed)
+    for step in task["steps"]:
+        phases = {"agent": step.get("agent", {})}
+        if step["verifier"].get("machine") is None:
+            phases["verifier"] = step["verifier"]
+        for name, phase in phases.items():
+            if "network" in phase and reach(phase["network"], allowed) != usual:
+                raise UnusableRow(
+                    f"[{name}] has another network than [environment], and a machine has one network all the time; "
+                    "give both the same, or let the tests have a machine of their own (environment_mode)"
+                )
+    if machine.get("mcp_servers"):
+        raise UnusableRow("[environment] has mcp_servers, which no agent is given yet; use a task without")
+
+
 def resolved(texts: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
     """Variables of a row, with those of the worker that they stand for: `${NAME}`, `${NAME:-default}`.
 

@@ -20,7 +20,7 @@ from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
 from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.environments.outcome import StepRaised
 from kuberoll_workers.harbor.agents import Agent, Work, ending, run_program
-from kuberoll_workers.harbor.machines import PROXY_PORT, Reach, reach, resolved, spec_of
+from kuberoll_workers.harbor.machines import PROXY_PORT, Reach, check_task, reach, resolved, spec_of
 from kuberoll_workers.harbor.rewards import combine, shortfall
 from kuberoll_workers.harbor.verifier import verify
 from kuberoll_workers.sandboxes.egress.proxy import EgressProxy
@@ -84,6 +84,7 @@ class Player:
             TaskFailed, AgentFailed, VerifierFailed: It could not be played, or not be scored.
             UnusableRow: It asks for what the job does not allow.
         """
+        check_task(task, self.options.network)
         network = reach(task["machine"]["network"], self.options.network)
         spec = spec_of(task["machine"], self.options, self.variables, network=network)
         async with self.sandboxes.lease(spec) as lease, _way_out(lease.sandbox, network):
