@@ -157,7 +157,7 @@ def _keep(control: int) -> NoReturn:
         os.set_blocking(descriptor, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     processes.become_reaper()
     os.setsid()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:

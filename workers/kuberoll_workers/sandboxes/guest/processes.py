@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ END_SECONDS: Final = 10.0
 
 _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36
 _PAUSE_SECONDS: Final = 0.0005
+_SIGNAL_SET_BYTES: Final = 128
+# `signalfd(2)`: number, errno, code and the sender's id are the first of 128 bytes.
+_SIGNAL: Final = struct.Struct("IiiI112x")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -78,6 +82,26 @@ def close_to_others() -> None:
 def become_reaper() -> None:
     """Become the parent of orphans below this process."""
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def watch_termination() -> int:
+    """Have SIGTERM wait instead of ending this process; returns a descriptor that tells of it (`is_from_outside`)."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    # Python's own handler would make an error of what no one but the kernel may do: end the first process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signals = ctypes.create_string_buffer(_SIGNAL_SET_BYTES)
+    _libc.sigaddset(signals, signal.SIGTERM)
+    descriptor: int = _libc.signalfd(-1, signals, os.O_NONBLOCK | os.O_CLOEXEC)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return descriptor
+
+
+def is_from_outside(descriptor: int) -> bool:
+    """Read what a descriptor tells of signals; True if one was sent from outside of the sandbox."""
+    found = os.read(descriptor, 64 * _SIGNAL.size)
+    # The sender's id in this PID namespace: outside of it nobody has one.
+    return os.getpid() != 1 or any(fields[3] == 0 for fields in _SIGNAL.iter_unpack(found))
 
 
 def descendants(process: int) -> Iterator[int]:

@@ -67,8 +67,9 @@ class Server:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         self.read(self._wake, self._reap)
+        self._termination = processes.watch_termination()
+        self.read(self._termination, self._terminate)
 
     def serve(self) -> str:
         """Serve until the sandbox's time is over; returns why."""
@@ -198,6 +199,11 @@ class Server:
             self._selector.modify(descriptor, events, ready)
         else:
             self._selector.register(descriptor, events, ready)
+
+    def _terminate(self) -> None:
+        # Root in the sandbox may send it, too.
+        if processes.is_from_outside(self._termination):
+            os._exit(0)
 
     def _drop(self, descriptor: int) -> None:
         self._discarded.pop(descriptor, None)
