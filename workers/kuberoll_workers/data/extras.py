@@ -8,7 +8,9 @@ from typing import Final
 
 EXTRAS: Final[Mapping[str, str]] = {
     "adlfs": "azure",
+    "cryptography": "sandboxes",
     "datasets": "huggingface",
+    "docker": "sandboxes",
     "gcsfs": "gcs",
     "mlflow": "tracking",
     "s3fs": "s3",
