@@ -8,7 +8,7 @@ import json
 import platform
 import shutil
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,20 +16,23 @@ BUSYBOX: Final = shutil.which("busybox")
 """A busybox that needs no libraries, of Debian's busybox-static."""
 
 APPLETS: Final = (
-    "awk", "cat", "chmod", "cp", "dd", "echo", "env", "expr", "false", "grep", "head", "hostname", "id", "kill",
-    "ln", "ls", "mkdir", "mkfifo", "mount", "nc", "nslookup", "printf", "ps", "pwd", "rm", "sed", "seq",
-    "setsid", "sh", "sleep", "sort", "stat", "tail", "test", "touch", "tr", "true", "uname", "unshare", "wc", "wget",
-    "yes",
+    "awk", "cat", "chmod", "chown", "chroot", "cp", "date", "dd", "dmesg", "echo", "env", "expr", "false", "find",
+    "grep", "head", "hostname", "httpd", "id", "insmod", "kill", "killall", "ln", "ls", "mkdir", "mkfifo", "mknod",
+    "mount", "nc", "nslookup", "ping", "pkill", "printf", "ps", "pwd", "readlink", "reboot", "rm", "sed", "seq",
+    "setsid", "sh", "sha256sum", "sleep", "sort", "stat", "su", "swapoff", "tail", "test", "touch", "tr", "true",
+    "uname", "unshare", "wc", "wget", "yes",
 )  # fmt: skip
 PASSWD: Final = "root:x:0:0:root:/root:/bin/sh\napp:x:1000:1000::/home/app:/bin/sh\n"
 GROUP: Final = "root:x:0:\napp:x:1000:\nwheel:x:10:app\n"
 
 
-def busybox_layout(directory: Path, *, files: Mapping[str, str] | None = None, owner: int = 0, **config: Any) -> str:
+def busybox_layout(
+    directory: Path, *, files: Mapping[str, str | bytes] | None = None, owner: int = 0, **config: Any
+) -> str:
     """Write an image of busybox alone.
 
     Args:
-        files: Further files by path, with their text.
+        files: Further files by path, with their content; programs begin with `#!` or ELF's magic number.
         owner: User whose the working directory and these files are.
         config: Fields of its configuration, such as User, WorkingDir, Env.
 
@@ -45,13 +48,27 @@ def busybox_layout(directory: Path, *, files: Mapping[str, str] | None = None, o
         layer.link(f"bin/{name}", "busybox")
     for name, text in {"etc/passwd": PASSWD, "etc/group": GROUP}.items():
         layer.file(name, text.encode())
-    for name, text in (files or {}).items():
-        layer.file(name, text.encode(), mode=0o755 if text.startswith("#!") else 0o644, owner=owner)
+    for name, given in (files or {}).items():
+        content = given.encode() if isinstance(given, str) else given
+        layer.file(name, content, mode=0o755 if content.startswith((b"#!", b"\x7fELF")) else 0o644, owner=owner)
     return write_layout(directory, [layer.content()], {"WorkingDir": "/work", **config})
 
 
-def write_layout(directory: Path, layers: Sequence[bytes], config: Mapping[str, Any]) -> str:
-    """Write an image of layers, which are tar archives; returns its reference."""
+def write_layout(
+    directory: Path,
+    layers: Sequence[bytes],
+    config: Mapping[str, Any],
+    *,
+    packed: Callable[[bytes], bytes] | None = None,
+) -> str:
+    """Write an image of layers, which are tar archives.
+
+    Args:
+        packed: Compresses a layer with gzip; None: they stay as they are.
+
+    Returns:
+        Its reference.
+    """
     blobs = directory / "blobs" / "sha256"
     blobs.mkdir(parents=True, exist_ok=True)
 
@@ -72,7 +89,10 @@ def write_layout(directory: Path, layers: Sequence[bytes], config: Mapping[str, 
         "schemaVersion": 2,
         "mediaType": "application/vnd.oci.image.manifest.v1+json",
         "config": blob(json.dumps(configuration).encode(), "config.v1+json"),
-        "layers": [blob(layer, "layer.v1.tar") for layer in layers],
+        "layers": [
+            blob(layer, "layer.v1.tar") if packed is None else blob(packed(layer), "layer.v1.tar+gzip")
+            for layer in layers
+        ],
     }
     described = blob(json.dumps(manifest).encode(), "manifest.v1+json")
     described["annotations"] = {"org.opencontainers.image.ref.name": "latest"}
