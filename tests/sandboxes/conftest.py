@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
+import pytest_asyncio
 
-from kuberoll_workers.sandboxes.driver import SandboxSpec
+from kuberoll_workers.sandboxes.driver import Driver, SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxUnavailable
+from kuberoll_workers.sandboxes.handle import Sandbox
 from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
 from kuberoll_workers.sandboxes.namespaces.driver import NamespaceDriver
+from tests.sandboxes.contract import Machines
 from tests.sandboxes.layouts import BUSYBOX, busybox_layout
+from tests.sandboxes.making import Making
+
+_IMAGES: Final[dict[str, dict[str, Any]]] = {
+    "plain": {"Env": ["PATH=/bin"]},
+    "user": {"Env": ["PATH=/bin"], "User": "app", "WorkingDir": "/home/app"},
+    # What an image starts by itself must not run.
+    "entry": {"Env": ["PATH=/bin"], "Entrypoint": ["/bin/touch", "/ran"], "Cmd": ["/ran-too"]},
+    # Variables that would keep many a program from starting.
+    "preload": {
+        "Env": [
+            "PATH=/bin",
+            "LD_PRELOAD=/srv/task.txt",
+            "LD_LIBRARY_PATH=/srv",
+            "LD_AUDIT=/srv/task.txt",
+            "PYTHONHOME=/srv",
+            "PYTHONPATH=/srv",
+            "GREETING=hello, world",
+        ]
+    },
+    "workdir": {"Env": ["PATH=/bin"], "WorkingDir": "/srv"},
+}
+_HELLO: Final = """
+int puts(const char *text);
+int fflush(void *file);
+void _exit(int code);
+void _start(void) { puts("hello from musl"); fflush(0); _exit(0); }
+"""
 
 Leasing = Callable[..., AbstractAsyncContextManager[Lease]]
 
@@ -62,3 +95,73 @@ def lease(sandboxes: Sandboxes, busybox: str) -> Leasing:
             yield one
 
     return leased
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Images of busybox, by name."""
+    if BUSYBOX is None:
+        pytest.skip("Debian's busybox-static is missing")
+    place = tmp_path_factory.mktemp("images")
+    files = {"srv/task.txt": "a task\n"}
+    return {name: busybox_layout(place / name, files=files, **config) for name, config in _IMAGES.items()}
+
+
+@pytest.fixture(scope="session")
+def musl(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An image with a program that needs musl."""
+    machine = platform.machine()
+    loader, library = Path(f"/lib/ld-musl-{machine}.so.1"), Path(f"/lib/{machine}-linux-musl/libc.so")
+    if shutil.which("gcc") is None or not library.exists():
+        pytest.skip("no gcc and musl: Debian has gcc, musl")
+    place = tmp_path_factory.mktemp("musl")
+    (place / "hello.c").write_text(_HELLO)
+    options = ["-nostdlib", "-fno-builtin", "-fno-stack-protector", f"-Wl,--dynamic-linker={loader}"]
+    # By this name its loader knows itself.
+    libraries = [f"-L{library.parent}", f"-l:{library.name}"]
+    subprocess.run(["gcc", *options, "-o", "hello", "hello.c", *libraries], cwd=place, check=True)
+    files = {str(loader)[1:]: library.read_bytes(), "bin/hello": (place / "hello").read_bytes()}
+    return busybox_layout(place / "image", files=files, Env=["PATH=/bin"])
+
+
+@pytest.fixture(scope="session")
+def debian(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Debian with Python, as a file of `docker save`."""
+    from tests.containers.containerd import MissingTools
+    from tests.containers.images import builder
+
+    if shutil.which("buildah") is None:
+        pytest.skip("no buildah: Debian has it")
+    path = tmp_path_factory.mktemp("debian") / "image.tar"
+    try:
+        found = builder()
+        found.buildah("push", found.base(), f"docker-archive:{path}:localhost/debian:tests")
+    except MissingTools as missing:
+        pytest.skip(str(missing))
+    return f"docker-archive:{path}"
+
+
+@pytest_asyncio.fixture(scope="class", loop_scope="class")
+async def driver(making: Making) -> AsyncIterator[Driver]:
+    """The driver of a class of tests."""
+    found = making.make()
+    try:
+        await found.check()
+        yield found
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    finally:
+        await found.close()
+
+
+@pytest.fixture(scope="class")
+def machines(driver: Driver, images: dict[str, str]) -> Machines:
+    """Makes sandboxes for a class of tests."""
+    return Machines(driver, images)
+
+
+@pytest_asyncio.fixture(scope="class", loop_scope="class")
+async def sandbox(machines: Machines) -> AsyncIterator[Sandbox]:
+    """A sandbox that the tests of a class share."""
+    async with machines.one(workdir="/new/place", lease_seconds=3600) as found:
+        yield found
