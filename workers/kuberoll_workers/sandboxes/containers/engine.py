@@ -72,6 +72,20 @@ def urls(variables: Mapping[str, str]) -> list[str]:
     return [f"{_UNIX}{place}" for place in (*places, "/run/podman/podman.sock")]
 
 
+def has_engine(variables: Mapping[str, str]) -> bool:
+    """True if an engine on this machine answers, or one elsewhere is named, which `open_engine` refuses.
+
+    Args:
+        variables: The environment.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        return any(_unreachable(url) is None for url in urls(variables))
+    except SandboxUnavailable:
+        return True
+
+
 def open_engine(variables: Mapping[str, str]) -> tuple[Any, Engine]:
     """Find the engine; returns the SDK's client of it, too.
 
