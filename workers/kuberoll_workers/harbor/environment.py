@@ -33,6 +33,7 @@ from kuberoll_workers.harbor.rows import FIELD
 from kuberoll_workers.harbor.tools import ToolsLoop
 from kuberoll_workers.sandboxes.drivers import find_driver
 from kuberoll_workers.sandboxes.errors import SandboxLost, SandboxUnavailable
+from kuberoll_workers.sandboxes.images.presence import absence
 from kuberoll_workers.sandboxes.leases import Sandboxes
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,9 @@ class SandboxAgents(EnvironmentInterface):
         for machine in machines:
             if machine is not None:
                 network = reach(machine["network"], self._options.network)
-                spec_of(machine, self._options, self._player.variables, network=network)
+                spec = spec_of(machine, self._options, self._player.variables, network=network)
+                if (reason := absence(spec.image)) is not None:
+                    raise UnusableRow(reason)
 
     async def step(  # type: ignore[override]
         self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]
