@@ -258,14 +258,15 @@ def test_a_container_has_the_limits_that_its_engine_has(
         assert "NanoCpus" not in host
     else:
         assert 0 < host["NanoCpus"] <= ENGINE.cpus * 10**9
-    assert host["ShmSize"] >= 64 << 20
+    assert host["ShmSize"] >= min(64 << 20, (memory or 1 << 40) // 2)
+    assert host["ShmSize"] <= max(64 << 20, (memory or 0) // 4)
 
 
 def test_a_root_that_is_read_only_has_room_in_a_few_places() -> None:
-    found = made(SandboxSpec(image="x", read_only=True, storage=1000))
+    found = made(SandboxSpec(image="x", read_only=True, storage=2000, memory=16_000))
     assert found["HostConfig"]["ReadonlyRootfs"]
     assert found["HostConfig"]["Tmpfs"] == {
-        "/tmp": "rw,exec,nosuid,nodev,mode=1777,size=1000",
+        "/tmp": "rw,exec,nosuid,nodev,mode=1777,size=2000",
         "/run": "rw,exec,nosuid,nodev,mode=755,size=1000",
     }
     assert found["Volumes"] == {"/srv": {}}

@@ -88,12 +88,19 @@ class EngineContract(DriverContract):
             score = int((await sandbox.exec(["cat", "/proc/1/oom_score_adj"])).text)
             assert 200 < score < 500
             shm = (await sandbox.exec(["stat", "-f", "-c", "%b %S", "/dev/shm"])).text.split()
-            assert int(shm[0]) * int(shm[1]) == 128 << 20
+            assert int(shm[0]) * int(shm[1]) == 64 << 20
             with contextlib.closing(engine.client()) as client:
                 host = client.inspect_container(f"kuberoll-{sandbox.name}")["HostConfig"]
             assert (host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (256 << 20, 256 << 20, 108)
             assert host["NanoCpus"] == 500_000_000
             assert not host["Privileged"]
+
+    async def test_a_full_memory_of_files_ends_no_server(self, machines: Machines) -> None:
+        async with machines.one("workdir", memory=128 << 20, read_only=True) as sandbox:
+            for place in ("/dev/shm", "/tmp", "/run"):
+                done = await sandbox.exec(["dd", "if=/dev/zero", f"of={place}/file", "bs=1M"], user="root")
+                assert "No space left" in done.errors
+            assert (await sandbox.exec(["echo", "here"])).text == "here\n"
 
     async def test_its_address_is_for_this_user_alone(self, sandbox: Sandbox) -> None:
         place = Path(sandbox._pool.ticket.address.removeprefix("unix:"))

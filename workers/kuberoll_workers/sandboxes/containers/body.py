@@ -37,12 +37,15 @@ CAPABILITIES: Final = (
 )
 """Rights of root in a sandbox: those that Docker gives by default, without raw sockets and device files."""
 
+# Files in memory count as the sandbox's own, and no killing frees them: together they take less than it may have, so that
+# something is left for the server.
 _SHM_BYTES: Final = 64 << 20
+_SHM_SHARE: Final = 4
 _LOG_BYTES: Final = 256 << 10
 # Above what desktops give programs (200), which these may not lower, and below what the server gives commands (500).
 _OOM_SCORE: Final = 300
-# What a root that is read-only has room for anyway, and its modes.
-_WRITABLE: Final = {"/tmp": "1777", "/run": "755"}
+# What a root that is read-only has room for anyway: its mode, and the part of the memory that it may take.
+_WRITABLE: Final = {"/tmp": ("1777", 4), "/run": ("755", 16)}
 # The server, and those in which it runs commands.
 _OWN_PROCESSES: Final = 8
 
@@ -91,7 +94,9 @@ def body_of(
         "NetworkMode": "none" if spec.network == "None" else "default",
         "OomScoreAdj": _OOM_SCORE,
         "ReadonlyRootfs": spec.read_only,
-        "ShmSize": max(_SHM_BYTES, (spec.memory or 0) // 2),
+        "ShmSize": _SHM_BYTES
+        if spec.memory is None
+        else min(max(_SHM_BYTES, spec.memory // _SHM_SHARE), spec.memory // 2),
         **_mounts(runtime, shared, engine),
         **_limits(spec, engine),
     }
@@ -113,8 +118,9 @@ def body_of(
         # Its command would be a process that nobody in the sandbox has started.
         body["Healthcheck"] = {"Test": ["NONE"]}
     if spec.read_only:
-        size = "" if spec.storage is None else f",size={spec.storage}"
-        host["Tmpfs"] = {place: f"rw,exec,nosuid,nodev,mode={mode}{size}" for place, mode in _WRITABLE.items()}
+        host["Tmpfs"] = {
+            place: f"rw,exec,nosuid,nodev,mode={mode}{_size(spec, share)}" for place, (mode, share) in _WRITABLE.items()
+        }
         if settings.workdir != "/" and not any(_within(settings.workdir, place) for place in _WRITABLE):
             # Unlike a tmpfs, a volume begins with what the image has there; it is removed with the container.
             body["Volumes"] = {settings.workdir: {}}
@@ -144,6 +150,12 @@ def _limits(spec: SandboxSpec, engine: Engine) -> dict[str, Any]:
     if "processes" in engine.limits:
         limits["PidsLimit"] = spec.processes + _OWN_PROCESSES
     return limits
+
+
+def _size(spec: SandboxSpec, share: int) -> str:
+    """An option of a mount that is in memory."""
+    limits = [limit for limit in (spec.storage, spec.memory and spec.memory // share) if limit is not None]
+    return f",size={min(limits)}" if limits else ""
 
 
 def _within(path: str, directory: str) -> bool:
