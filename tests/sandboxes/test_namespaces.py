@@ -58,6 +58,12 @@ async def test_commands(lease: Leasing) -> None:
             await box.exec("true", user="nobody")
 
 
+async def test_many_commands_at_once(lease: Leasing) -> None:
+    async with lease(processes=500) as one:
+        done = await asyncio.gather(*(one.sandbox.exec(["echo", str(number)]) for number in range(60)))
+        assert [one.text for one in done] == [f"{number}\n" for number in range(60)]
+
+
 async def test_what_a_command_started_ends_with_its_time_and_only_then(lease: Leasing) -> None:
     async with lease() as one:
         box = one.sandbox

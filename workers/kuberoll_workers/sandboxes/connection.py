@@ -22,6 +22,8 @@ CONNECT_SECONDS: Final = 20.0
 
 _WINDOW_BYTES: Final = 1 << 20
 _MOST_IDLE: Final = 4
+# Of more than 16 connections whose key it has not seen the server closes the oldest; several handles may make some.
+_MOST_CONNECTING: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +199,7 @@ class Pool:
         self.ticket = ticket
         self._context = context
         self._idle: list[Connection] = []
+        self._connecting = asyncio.Semaphore(_MOST_CONNECTING)
         self._closed = False
 
     @contextlib.asynccontextmanager
@@ -208,7 +211,11 @@ class Pool:
         """
         if self._closed:
             raise SandboxError(f"the sandbox {self.ticket.name} is closed")
-        used = self._idle.pop() if self._idle else await connect(self.ticket, self._context)
+        if self._idle:
+            used = self._idle.pop()
+        else:
+            async with self._connecting:
+                used = await connect(self.ticket, self._context)
         try:
             yield used
         except BaseException:
