@@ -218,6 +218,10 @@ async def test_limits(lease: Leasing) -> None:
         assert len(await lines(box, "ps")) < 6
         assert "No space left" in (await box.exec("dd if=/dev/zero of=/fill bs=1M count=20", merged=True)).text
         await box.exec("rm -f /fill")
+        # Nor can what is in memory, and nobody frees, take that of the server.
+        await box.exec("dd if=/dev/zero of=/dev/shm/fill bs=1M; yes > /fill")
+        await one.check()
+        await box.exec("rm -f /dev/shm/fill /fill")
         hog = await box.exec(["tail", "/dev/zero"], timeout=60)
         assert hog.signal == signal.SIGKILL
         await one.check()

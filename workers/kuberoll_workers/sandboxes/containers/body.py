@@ -37,8 +37,8 @@ CAPABILITIES: Final = (
 )
 """Rights of root in a sandbox: those that Docker gives by default, without raw sockets and device files."""
 
-# Files in memory count as the sandbox's own, and no killing frees them: together they take less than it may have, so that
-# something is left for the server.
+# Files in memory count as the sandbox's own, and no killing frees them: together they take less than it may have, so
+# that something is left for the server.
 _SHM_BYTES: Final = 64 << 20
 _SHM_SHARE: Final = 4
 _LOG_BYTES: Final = 256 << 10

@@ -37,6 +37,10 @@ _PREFIX: Final = "kuberoll-sandboxes-"
 _LOCK: Final = "lock"
 _LOCK_SECONDS: Final = 60.0
 _LISTENER: Final = 3
+# Of what is in memory, beside what programs have; together less than all, so that something is left for the server.
+_SHARE: Final = 4
+_SHARED_BYTES: Final = 1 << 30
+_USUAL_MEMORY: Final = 1 << 30
 _PARALLEL_PULLS: Final = 4
 _WITHOUT: Final = {
     "memory": "a limit of memory that is looked at 20 times a second, and not exact",
@@ -69,6 +73,7 @@ class NamespaceDriver:
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._told = False
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._holds: dict[str, Hold] = {}
 
@@ -170,9 +175,23 @@ class NamespaceDriver:
             workdir=workdir,
             read_only=spec.read_only,
             processes=spec.processes,
-            storage=spec.storage,
+            storage=self._storage(spec),
+            shared=_SHARED_BYTES if spec.memory is None else min(_SHARED_BYTES, spec.memory // _SHARE),
             listener=_LISTENER,
         )
+
+    def _storage(self, spec: SandboxSpec) -> int | None:
+        """Bytes of a sandbox's files that are in memory, where nothing frees them: a small part of it only."""
+        if spec.storage is None or spec.storage <= (spec.memory or _USUAL_MEMORY) // _SHARE:
+            return spec.storage
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "a sandbox may write %d MiB: that is limited only up to a quarter of its memory, and so not here; "
+                "Docker limits it where its storage can",
+                spec.storage >> 20,
+            )
+        return None
 
     async def _image(self, reference: str) -> Image:
         try:

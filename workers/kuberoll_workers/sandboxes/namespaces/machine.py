@@ -47,7 +47,8 @@ class Plan:
         workdir: Working directory of its commands, made if it is missing.
         read_only: As in `SandboxSpec`.
         processes: As in `SandboxSpec`.
-        storage: As in `SandboxSpec`.
+        storage: Bytes of its files that are in memory; None: they are on the disk.
+        shared: Bytes of its /dev/shm and, where its root is read-only, of /tmp and /run each.
         listener: Number that the listening socket's descriptor gets.
     """
 
@@ -63,6 +64,7 @@ class Plan:
     read_only: bool
     processes: int
     storage: int | None
+    shared: int
     listener: int
 
 
@@ -184,12 +186,13 @@ def _mount_root(plan: Plan, layers: int, own: int, runtime: int, devices: dict[s
     _mount_terminals(device)
     os.mkdir("shm", dir_fd=device)
     shared = f"/proc/self/fd/{device}/shm"
-    system.mount("tmpfs", shared, "tmpfs", plain, "mode=1777,size=25%")
+    system.mount("tmpfs", shared, "tmpfs", plain, f"mode=1777,size={plan.shared}")
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(target, name, dir_fd=device)
     if plan.read_only:
         for name in ("tmp", "run"):
-            system.mount("tmpfs", _directory(root, name), "tmpfs", system.NO_SUID | system.NO_DEVICES, "mode=1777")
+            options = f"mode=1777,size={plan.shared}"
+            system.mount("tmpfs", _directory(root, name), "tmpfs", system.NO_SUID | system.NO_DEVICES, options)
     system.change_root(f"/proc/self/fd/{root}")
     os.close(root)
 
