@@ -49,7 +49,7 @@ def agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SandboxAgents:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_rows_are_refused_that_could_not_be_played(agents: SandboxAgents, tmp_path: Path) -> None:
     for metadata, reason in (
         (metadata_of(tmp_path, f"oci:{tmp_path}/nowhere"), "no OCI layout is there"),

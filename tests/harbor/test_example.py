@@ -39,7 +39,7 @@ def test_each_of_the_tasks_has_an_image_of_its_own() -> None:
     assert len(builds_of(READ)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_the_rows_of_the_example_are_its_environment_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     manifest = EXAMPLE / "tasks.yaml"
@@ -69,7 +69,7 @@ def stand_in(task: Task, directory: Path) -> str:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.skipif(BUSYBOX is None, reason="Debian's busybox-static is missing")
 async def test_the_solution_of_each_is_worth_1_and_doing_nothing_0(tmp_path: Path) -> None:
     sandboxes = Sandboxes(NamespaceDriver(cache=tmp_path / "cache", scratch=tmp_path))

@@ -26,7 +26,7 @@ from tests.sandboxes.conftest import busybox, cache, sandboxes  # noqa: F401 - f
 from tests.sandboxes.layouts import busybox_layout
 from tests.sandboxes.test_namespaces import descendants_of_zygote, is_server
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 SOLVE = "#!/bin/sh\necho hello > /work/hello.txt\n"
 TEST = '#!/bin/sh\n[ "$(cat /work/hello.txt)" = hello ] && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n'

@@ -24,7 +24,7 @@ from kuberoll_workers.sandboxes.leases import Sandboxes
 from kuberoll_workers.sandboxes.shell import Shell
 from tests.sandboxes.conftest import Leasing, left_in
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 
 async def lines(sandbox: Sandbox, command: str, **options: object) -> list[str]:

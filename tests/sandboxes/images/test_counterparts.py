@@ -20,7 +20,7 @@ from tests.sandboxes.images.registries import Buildah
 from tests.sandboxes.images.trees import tree_of
 from tests.sandboxes.people import ordinary
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 BUSYBOX = Path("/bin/busybox")
 
