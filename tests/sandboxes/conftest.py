@@ -41,12 +41,20 @@ _IMAGES: Final[dict[str, dict[str, Any]]] = {
     },
     "workdir": {"Env": ["PATH=/bin"], "WorkingDir": "/srv"},
 }
-_HELLO: Final = """
+_PROGRAMS: Final = {
+    "hello": """
 int puts(const char *text);
 int fflush(void *file);
 void _exit(int code);
 void _start(void) { puts("hello from musl"); fflush(0); _exit(0); }
-"""
+""",
+    # Leaves the first process no descriptor.
+    "choke": """
+int prlimit(int process, int resource, const unsigned long *limits, unsigned long *before);
+void _exit(int code);
+void _start(void) { unsigned long limits[] = {0, 0}; _exit(prlimit(1, 7, limits, 0) ? 1 : 0); }
+""",
+}
 
 Leasing = Callable[..., AbstractAsyncContextManager[Lease]]
 
@@ -109,18 +117,20 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def musl(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An image with a program that needs musl."""
+    """An image with programs that need musl."""
     machine = platform.machine()
     loader, library = Path(f"/lib/ld-musl-{machine}.so.1"), Path(f"/lib/{machine}-linux-musl/libc.so")
     if shutil.which("gcc") is None or not library.exists():
         pytest.skip("no gcc and musl: Debian has gcc, musl")
     place = tmp_path_factory.mktemp("musl")
-    (place / "hello.c").write_text(_HELLO)
     options = ["-nostdlib", "-fno-builtin", "-fno-stack-protector", f"-Wl,--dynamic-linker={loader}"]
     # By this name its loader knows itself.
     libraries = [f"-L{library.parent}", f"-l:{library.name}"]
-    subprocess.run(["gcc", *options, "-o", "hello", "hello.c", *libraries], cwd=place, check=True)
-    files = {str(loader)[1:]: library.read_bytes(), "bin/hello": (place / "hello").read_bytes()}
+    files = {str(loader)[1:]: library.read_bytes()}
+    for name, source in _PROGRAMS.items():
+        (place / f"{name}.c").write_text(source)
+        subprocess.run(["gcc", *options, "-o", name, f"{name}.c", *libraries], cwd=place, check=True)
+        files[f"bin/{name}"] = (place / name).read_bytes()
     return busybox_layout(place / "image", files=files, Env=["PATH=/bin"])
 
 

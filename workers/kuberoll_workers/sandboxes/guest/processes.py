@@ -75,8 +75,11 @@ def reap() -> dict[int, int]:
 
 
 def close_to_others() -> None:
-    """Close this process's memory to processes of the same user, except those with the right to trace."""
+    """Close this process's memory and limits to processes of the same user, except those with further rights."""
     _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    with contextlib.suppress(OSError):
+        # `prlimit(2)` takes a group id that all three of this process are. Commands do not inherit it (`execve(2)`).
+        os.setresgid(-1, -1, os.getgid() + 1)
 
 
 def become_reaper() -> None:
