@@ -173,5 +173,5 @@ def machines(driver: Driver, images: dict[str, str]) -> Machines:
 @pytest_asyncio.fixture(scope="class", loop_scope="class")
 async def sandbox(machines: Machines) -> AsyncIterator[Sandbox]:
     """A sandbox that the tests of a class share."""
-    async with machines.one(workdir="/new/place", lease_seconds=3600) as found:
+    async with machines.one(workdir="/new/place", lease_seconds=900) as found:
         yield found

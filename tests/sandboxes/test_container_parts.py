@@ -229,6 +229,7 @@ def test_a_container_begins_with_the_server_and_nothing_of_its_image() -> None:
         workdir="/place",
         environment={"PATH": "/bin", "A": "1"},
         lease_seconds=5.0,
+        start_seconds=30.0,
     )
     assert found["Healthcheck"] == {"Test": ["NONE"]}
     assert "Healthcheck" not in made(spec)

@@ -41,6 +41,7 @@ CAPABILITIES: Final = (
 # that something is left for the server.
 _SHM_BYTES: Final = 64 << 20
 _SHM_SHARE: Final = 4
+_FIRST_SECONDS: Final = 30.0
 _LOG_BYTES: Final = 256 << 10
 # Above what desktops give programs (200), which these may not lower, and below what the server gives commands (500).
 _OOM_SCORE: Final = 300
@@ -60,7 +61,8 @@ def settings_of(name: str, spec: SandboxSpec, image: EngineImage, certificate: s
         workdir=posixpath.normpath(posixpath.join("/", spec.workdir or image.workdir)),
         environment={**image.environment, **spec.environment},
         lease_seconds=spec.lease_seconds,
-        start_seconds=spec.start_seconds,
+        # Its driver comes as soon as it listens, unless that was killed.
+        start_seconds=min(spec.start_seconds, max(spec.lease_seconds, _FIRST_SECONDS)),
         total_seconds=spec.total_seconds,
     )
 
