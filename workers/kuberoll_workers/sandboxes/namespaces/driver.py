@@ -36,6 +36,7 @@ from kuberoll_workers.sandboxes.users import UserNamespacesUnavailable, id_map
 _PREFIX: Final = "kuberoll-sandboxes-"
 _LOCK: Final = "lock"
 _LOCK_SECONDS: Final = 60.0
+_FIRST_SECONDS: Final = 30.0
 _LISTENER: Final = 3
 # Of what is in memory, beside what programs have; together less than all, so that something is left for the server.
 _SHARE: Final = 4
@@ -159,7 +160,8 @@ class NamespaceDriver:
             workdir=workdir,
             environment={**image.environment, **spec.environment},
             lease_seconds=spec.lease_seconds,
-            start_seconds=spec.start_seconds,
+            # Its driver comes as soon as it listens.
+            start_seconds=min(spec.start_seconds, max(spec.lease_seconds, _FIRST_SECONDS)),
             total_seconds=spec.total_seconds,
         )
         mounted = overlay_options(image.layers)
