@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from kuberoll_workers.environments import create
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.harbor.checking import Checked, check_tasks
 from kuberoll_workers.harbor.dataset import TASKS
-from kuberoll_workers.harbor.images import builds_of
+from kuberoll_workers.harbor.images import builds_of, tagged
 from kuberoll_workers.harbor.task import Task, read_tasks
 from kuberoll_workers.sandboxes.errors import SandboxUnavailable
+from kuberoll_workers.sandboxes.images.presence import absence
 from kuberoll_workers.sandboxes.leases import Sandboxes
 from kuberoll_workers.sandboxes.namespaces.driver import NamespaceDriver
 from tests.sandboxes.layouts import BUSYBOX, busybox_layout
@@ -29,9 +31,32 @@ READ = read_tasks(EXAMPLE)
 _COPY = re.compile(r"^COPY (?:--chown=\S+ )?(.+) /work/\S*$", re.MULTILINE)
 
 
-def test_the_example_is_valid() -> None:
-    result = CliRunner().invoke(main, ["validate", "--dataset", str(EXAMPLE / "tasks.yaml")])
+@pytest.fixture
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The layout that the example names, with busybox by the name of each of its images."""
+    if BUSYBOX is None:
+        pytest.skip("Debian's busybox-static is missing")
+    monkeypatch.chdir(tmp_path)
+    busybox_layout(tmp_path / "images")
+    index = tmp_path / "images" / "index.json"
+    [image] = json.loads(index.read_text())["manifests"]
+    names = [tagged("localhost/kuberoll-tasks", build.digest) for build in builds_of(READ)]
+    named = [{**image, "annotations": {"org.opencontainers.image.ref.name": name}} for name in names]
+    index.write_text(json.dumps({"schemaVersion": 2, "manifests": named}))
+    return tmp_path / "images"
+
+
+@pytest.mark.processes
+def test_the_example_is_valid_once_its_images_are_built(images: Path) -> None:
+    command = ["validate", "--dataset", str(EXAMPLE / "tasks.yaml")]
+    result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
+    absence.cache_clear()
+    (images / "index.json").unlink()
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code != 0
+    assert "examples/tasks/greeting/task.toml:1: image oci:" in result.output
+    assert "`kuberoll images build` builds the images of tasks" in result.output
 
 
 def test_each_of_the_tasks_has_an_image_of_its_own() -> None:
@@ -40,7 +65,10 @@ def test_each_of_the_tasks_has_an_image_of_its_own() -> None:
 
 
 @pytest.mark.processes
-def test_the_rows_of_the_example_are_its_environment_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_the_example_are_its_environment_s(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absence.cache_clear()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     manifest = EXAMPLE / "tasks.yaml"
     job = RolloutJob.model_validate(YAML(typ="safe").load(manifest))

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -346,8 +347,15 @@ def test_what_was_left_behind_is_told_by_its_labels(labels: dict[str, str], left
 # Sockets.
 
 
-def test_a_socket_is_taken_out_of_its_container(tmp_path: Path) -> None:
-    places = sockets.Sockets(tmp_path)
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory whose path leaves room for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="kr-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def test_a_socket_is_taken_out_of_its_container(short: Path) -> None:
+    places = sockets.Sockets(short)
     assert places.directory.stat().st_mode & 0o777 == 0o700
     shared = places.share("name")
     inside = os.open(shared, os.O_PATH)
@@ -365,7 +373,7 @@ def test_a_socket_is_taken_out_of_its_container(tmp_path: Path) -> None:
     places.drop("name")
     assert [path.name for path in places.directory.iterdir()] == ["lock"]
     places.close()
-    assert not list(tmp_path.iterdir())
+    assert not list(short.iterdir())
 
 
 def test_sockets_have_addresses_that_the_system_takes(tmp_path: Path) -> None:

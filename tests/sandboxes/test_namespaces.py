@@ -21,6 +21,7 @@ from kuberoll_workers.sandboxes.errors import CommandNotStarted, SandboxLost, Sa
 from kuberoll_workers.sandboxes.handle import Sandbox
 from kuberoll_workers.sandboxes.keys import context_of, make_key
 from kuberoll_workers.sandboxes.leases import Sandboxes
+from kuberoll_workers.sandboxes.runtime import find_runtime
 from kuberoll_workers.sandboxes.shell import Shell
 from tests.sandboxes.conftest import Leasing, left_in
 
@@ -84,6 +85,8 @@ async def test_files(lease: Leasing, tmp_path: Path) -> None:
         await box.write("/deep/er/file", "text", mode=0o750)
         assert await lines(box, "stat -c '%a %u' /deep/er/file") == ["750 0"]
         assert await box.read("/deep/er/file", offset=1, size=2) == b"ex"
+        await box.write("beside", "relative")
+        assert await lines(box, "cat /work/beside") == ["relative"]
         await box.write("/home/app/own", b"mine", user="app")
         assert await lines(box, "stat -c '%u:%g %a' /home/app/own") == ["1000:1000 644"]
         await box.exec("chmod 600 /deep/er/file && ln -s /deep/er/file /link")
@@ -358,6 +361,26 @@ async def test_an_image_that_is_not_there_is_named(sandboxes: Sandboxes, tmp_pat
     with pytest.raises(SandboxUnavailable, match="nowhere"):
         async with sandboxes.lease(SandboxSpec(image=f"oci:{tmp_path}/nowhere")):
             pass
+
+
+async def test_a_runtime_takes_nothing_of_the_image(cache: Path, tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        runtime = await asyncio.to_thread(find_runtime, tmp_path)
+    finally:
+        os.umask(before)
+    places = [runtime.directory, *runtime.directory.rglob("*")]
+    assert all(path.stat().st_mode & 0o004 for path in places)
+    loader = (runtime.directory / "ld").read_bytes()
+    assert b"/etc/ld.so.preload" not in loader
+    assert b"/.kuberoll/preload" in loader
+
+
+async def test_a_sandbox_may_be_removed_by_several_at_once(sandboxes: Sandboxes, busybox: str) -> None:
+    driver = sandboxes._driver
+    await driver.create("twice", SandboxSpec(image=busybox))
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(driver.remove("twice") for _ in range(3)))
 
 
 async def test_many_at_once(lease: Leasing) -> None:

@@ -74,7 +74,8 @@ class SandboxAgents(EnvironmentInterface):
                 network = reach(machine["network"], self._options.network)
                 spec = spec_of(machine, self._options, self._player.variables, network=network)
                 if (reason := absence(spec.image)) is not None:
-                    raise UnusableRow(reason)
+                    hint = "; `kuberoll images build` builds the images of tasks" if "build" in machine else ""
+                    raise UnusableRow(f"{reason}{hint}")
 
     async def step(  # type: ignore[override]
         self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]

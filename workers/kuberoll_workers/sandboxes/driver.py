@@ -27,7 +27,7 @@ class SandboxSpec:
         user: Whom its commands run as; empty: as the image says.
         workdir: Working directory of its commands; empty: as the image says. It is made if it is missing.
         environment: Variables in addition to the image's.
-        read_only: True if its root is read-only, but for /tmp and the working directory.
+        read_only: True if its root is read-only, but for /tmp, /run and, with Docker, the working directory.
         lease_seconds: It ends when no handle has been heard of for so long.
         start_seconds: The same for the first one.
         total_seconds: It ends after this time in any case.

@@ -115,7 +115,8 @@ def make_runtime(directory: Path) -> None:
     dynamic = modules / "lib-dynload"
     dynamic.mkdir(parents=True)
     (directory / "bin").mkdir()
-    shutil.copy(loader, directory / "ld")
+    # An image may have libraries for all programs (ld.so(8)), which are not for this one; both paths have one length.
+    (directory / "ld").write_bytes(loader.read_bytes().replace(b"/etc/ld.so.preload\0", b"/.kuberoll/preload\0"))
     shutil.copy(python, directory / "bin" / "python3")
     libraries = set(_libraries(loader, python))
     source = Path(guest.__file__).parent
@@ -134,6 +135,10 @@ def make_runtime(directory: Path) -> None:
     for library in sorted(libraries):
         shutil.copy(library, directory / "lib" / library.name)
     (directory / _COMPLETE).write_text(json.dumps({"python": sys.version}))
+    # Whatever the mask of this process is: keepers read it as other users.
+    for path in (directory, *directory.rglob("*")):
+        is_program = path.is_dir() or path.parent.name in ("bin", "lib") or path.name == "ld"
+        path.chmod(0o755 if is_program else 0o644)
 
 
 def _compile(source: Path, target: Path) -> None:

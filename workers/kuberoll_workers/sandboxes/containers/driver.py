@@ -53,7 +53,7 @@ _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Ready:
     """What a driver needs once it has started."""
 
@@ -147,7 +147,14 @@ class DockerDriver:
             for base in set(bases(self._variables)):
                 remove_leftovers(base)
             _sweep(client)
-            return _Ready(client, engine, runtime, Sockets(base_of(self._variables)), key, context_of(key))
+            return _Ready(
+                client=client,
+                engine=engine,
+                runtime=runtime,
+                sockets=Sockets(base_of(self._variables)),
+                key=key,
+                context=context_of(key),
+            )
         except BaseException:
             client.close()
             raise

@@ -415,7 +415,8 @@ class Connection:
         elif kind == "exec":
             self._execute(header)
         elif kind in _FUNCTIONS:
-            arguments = {"path": str(header["path"]), **{name: header.get(name) for name in _FUNCTIONS[kind]}}
+            path = os.path.join(server.settings.workdir, str(header["path"]))
+            arguments = {"path": path, **{name: header.get(name) for name in _FUNCTIONS[kind]}}
             task = server.task({"function": kind, **arguments, "user": self._user(header)})
             self._operation = operations.TaskOperation(task, server, self.send, limit=None)
         elif kind == "connect":

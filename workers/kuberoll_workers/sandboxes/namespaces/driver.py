@@ -255,6 +255,9 @@ class NamespaceDriver:
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._channel is not None
         name = f"{request['do']} {request['name']}"
+        if (asked := self._waiting.get(name)) is not None:
+            # Somebody waits for the same.
+            return await asyncio.shield(asked)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[name] = future
         try:
