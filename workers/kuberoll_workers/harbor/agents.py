@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
-from kuberoll_workers.environments.agents.commands import AgentFailed
+from kuberoll_workers.environments.agents.commands import AgentFailed, policy_variables
 from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.harbor.files import TaskFiles
 from kuberoll_workers.sandboxes.errors import CommandNotStarted
@@ -90,7 +91,7 @@ class CommandAgent:
     async def work(self, work: Work) -> None:
         """See `Agent.work`."""
         episode = work.episode
-        environment = {**work.environment, **await policy_variables(work.sandbox, episode)}
+        environment = {**work.environment, **await _variables_inside(work.sandbox, episode)}
         task = work.instruction if work.instruction is not None else _text(episode.messages)
         # Where no shell quotes it, and as a file for programs that read one.
         environment["KUBEROLL_INSTRUCTION"] = task
@@ -100,7 +101,7 @@ class CommandAgent:
             raise AgentFailed(f"agent.command: {self._argv[0]} ended with {ending(done)}")
 
 
-async def policy_variables(sandbox: Sandbox, episode: AgentEpisode) -> dict[str, str]:
+async def _variables_inside(sandbox: Sandbox, episode: AgentEpisode) -> dict[str, str]:
     """Variables by which programs inside find the policy: the session's addresses, as they are reached from there."""
     address = urlsplit(episode.base_url)
     port = address.port or (443 if address.scheme == "https" else 80)
@@ -109,20 +110,10 @@ async def policy_variables(sandbox: Sandbox, episode: AgentEpisode) -> dict[str,
     def moved(url: str) -> str:
         return urlunsplit(urlsplit(url)._replace(netloc=inside))
 
-    base, anthropic = moved(episode.base_url), moved(episode.anthropic_base_url)
-    return {
-        "OPENAI_BASE_URL": base,
-        "OPENAI_API_BASE": base,
-        "OPENAI_API_KEY": episode.token,
-        "OPENAI_MODEL": episode.model,
-        "ANTHROPIC_BASE_URL": anthropic,
-        "ANTHROPIC_API_KEY": episode.token,
-        "ANTHROPIC_AUTH_TOKEN": episode.token,
-        "ANTHROPIC_MODEL": episode.model,
-        "KUBEROLL_MODEL": episode.model,
-        "NO_PROXY": "127.0.0.1,localhost",
-        "no_proxy": "127.0.0.1,localhost",
-    }
+    there = dataclasses.replace(
+        episode, base_url=moved(episode.base_url), anthropic_base_url=moved(episode.anthropic_base_url)
+    )
+    return {**policy_variables(there), "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
 
 
 async def upload(sandbox: Sandbox, files: TaskFiles, source: Path, target: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any, ClassVar
 
 from kuberoll_api.model.agents import Agent as AgentOptions
 from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
-from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.environments.agents.functions import FunctionPhases
 from kuberoll_workers.environments.agents.request import AgentRequest
 from kuberoll_workers.environments.interface import (
@@ -25,7 +23,7 @@ from kuberoll_workers.environments.interface import (
 )
 from kuberoll_workers.environments.outcome import SCALAR, EpisodeLost
 from kuberoll_workers.environments.registry import UnusableEnvironment
-from kuberoll_workers.harbor.agents import Agent, CommandAgent, NoAgent, OracleAgent, Work
+from kuberoll_workers.harbor.agents import Agent, CommandAgent, Work
 from kuberoll_workers.harbor.machines import check_task, given_variables, reach, spec_of
 from kuberoll_workers.harbor.playing import Player, TaskResult, state_of
 from kuberoll_workers.harbor.rewards import KEY, worth
@@ -35,8 +33,6 @@ from kuberoll_workers.sandboxes.drivers import find_driver
 from kuberoll_workers.sandboxes.errors import SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.images.presence import absence
 from kuberoll_workers.sandboxes.leases import Sandboxes
-
-_log = logging.getLogger(__name__)
 
 
 class SandboxAgents(EnvironmentInterface):
@@ -111,18 +107,7 @@ class SandboxAgents(EnvironmentInterface):
     async def _play(self, messages: Sequence[ChatMessage], metadata: Metadata) -> tuple[TaskResult, dict[str, Any]]:
         request = AgentRequest.decode(metadata or {})
         task = _task_of(request.metadata)
-        episode = AgentEpisode(
-            id=request.id,
-            messages=messages,
-            metadata=request.metadata,
-            tools=request.tools,
-            config=self._config,
-            seed=request.seed,
-            base_url=request.base_url,
-            anthropic_base_url=request.anthropic_base_url,
-            token=request.token,
-            model=request.model,
-        )
+        episode = request.episode(messages, self._config)
         directory = find_directory(task["directory"])
         try:
             result = await self._player.play(task, directory, self._agent, episode)
@@ -180,10 +165,6 @@ def _agent_of(options: AgentOptions) -> Agent:
         return FunctionAgent(options.entrypoint)
     assert options.command is not None
     return CommandAgent(options.command)
-
-
-AGENTS: Mapping[str, Agent] = {"oracle": OracleAgent(), "none": NoAgent()}
-"""Agents that need no policy, by name."""
 
 
 def _task_of(metadata: Metadata) -> Mapping[str, Any]:

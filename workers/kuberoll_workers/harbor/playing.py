@@ -26,7 +26,7 @@ from kuberoll_workers.harbor.verifier import verify
 from kuberoll_workers.sandboxes.egress.proxy import EgressProxy
 from kuberoll_workers.sandboxes.egress.rules import AllowedHosts
 from kuberoll_workers.sandboxes.handle import Sandbox
-from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
+from kuberoll_workers.sandboxes.leases import Sandboxes
 
 AGENT_LOGS: Final = "/logs/agent"
 ARTIFACTS: Final = "/logs/artifacts"
@@ -95,7 +95,7 @@ class Player:
             for step in task["steps"]:
                 await _prepare_step(sandbox, step, directory)
                 late += await self._work(sandbox, task, step, directory, agent, episode)
-                rewards = await self._score(lease, step, directory)
+                rewards = await self._score(sandbox, step, directory)
                 played.append(rewards)
                 if shortfall(rewards, step.get("min_reward")):
                     break
@@ -109,7 +109,7 @@ class Player:
             await sandbox.make_directory(path, mode=0o777, user="0")
         machine = task["machine"]
         if (source := machine.get("upload")) is not None:
-            await sandbox.upload(directory / source, await _workdir(sandbox), user="0")
+            await sandbox.upload(directory / source, await sandbox.workdir(), user="0")
         await _await_health(sandbox, machine.get("healthcheck"))
 
     async def _work(
@@ -145,8 +145,8 @@ class Player:
         await sandbox.clear()
         return timeout.expired()
 
-    async def _score(self, lease: Lease, step: Mapping[str, Any], directory: Path) -> dict[str, float]:
-        sandbox, verifier = lease.sandbox, step["verifier"]
+    async def _score(self, sandbox: Sandbox, step: Mapping[str, Any], directory: Path) -> dict[str, float]:
+        verifier = step["verifier"]
         for command in verifier.get("collect", ()):
             # What cannot be collected is missed by the tests, if they need it.
             with contextlib.suppress(StepRaised):
@@ -197,9 +197,9 @@ async def _artifacts(sandbox: Sandbox, step: Mapping[str, Any]) -> dict[str, byt
 
 async def _prepare_step(sandbox: Sandbox, step: Mapping[str, Any], directory: Path) -> None:
     if (source := step.get("workdir")) is not None:
-        await sandbox.upload(directory / source, await _workdir(sandbox), user="0")
+        await sandbox.upload(directory / source, await sandbox.workdir(), user="0")
         if (directory / source / "setup.sh").is_file():
-            workdir = await _workdir(sandbox)
+            workdir = await sandbox.workdir()
             done = await run_program(
                 sandbox,
                 ["/bin/sh", f"{workdir.rstrip('/')}/setup.sh"],
@@ -210,10 +210,6 @@ async def _prepare_step(sandbox: Sandbox, step: Mapping[str, Any], directory: Pa
             if not done.succeeded:
                 raise TaskFailed(f"{source}/setup.sh ended with {ending(done)}")
     await _await_health(sandbox, step.get("healthcheck"))
-
-
-async def _workdir(sandbox: Sandbox) -> str:
-    return await sandbox.workdir()
 
 
 async def _await_health(sandbox: Sandbox, check: Mapping[str, Any] | None) -> None:

@@ -11,7 +11,6 @@ from kuberoll_workers.sandboxes.errors import SandboxError
 from kuberoll_workers.sandboxes.guest.frames import CHUNK_BYTES
 
 _WAITING: Final = 2
-_AGAIN_SECONDS: Final = 1.0
 
 
 class Forward:

@@ -92,7 +92,6 @@ def find_runtime(cache: Path) -> Runtime:
         made = Path(tempfile.mkdtemp(prefix="runtime-", dir=cache))
         try:
             make_runtime(made)
-            made.chmod(0o755)
             with contextlib.suppress(OSError):
                 # Another process may have been faster.
                 made.rename(directory)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from kuberoll_workers.sandboxes.errors import CommandNotStarted, SandboxError
+from kuberoll_workers.sandboxes.guest.frames import Header
+from kuberoll_workers.sandboxes.guest.operations import Outputs
 from kuberoll_workers.sandboxes.handle import Process, Sandbox
 
 _PATIENCE: Final = 5.0
@@ -159,31 +160,23 @@ class Shell:
 
 
 class _Kept:
-    """Beginning and end of an output."""
+    """Beginning and end of an output, as text."""
 
     def __init__(self, limit: int) -> None:
-        self._half = limit // 2
-        self._head = bytearray()
-        self._tail: deque[bytes] = deque()
-        self._held = self._skipped = 0
+        self._parts: list[tuple[int, bytes]] = []
 
-    def take(self, data: bytes) -> None:
-        room = self._half - len(self._head)
-        self._head += data[:room] if room > 0 else b""
-        if rest := data[max(0, room) :]:
-            self._tail.append(rest)
-            self._held += len(rest)
-            while self._held - len(self._tail[0]) >= self._half:
-                first = self._tail.popleft()
-                self._held -= len(first)
-                self._skipped += len(first)
+        def keep(header: Header, data: bytes) -> None:
+            self._parts.append((header.get("skipped", 0), data))
+
+        self._outputs = Outputs("stdout", limit, keep)
+        self.take = self._outputs.take
 
     def text(self) -> str:
-        tail = b"".join(self._tail)
-        surplus = max(0, len(tail) - self._half)
-        skipped = self._skipped + surplus
-        middle = f"\n[{skipped} bytes are left out here]\n" if skipped else ""
-        return self._head.decode(errors="replace") + middle + tail[surplus:].decode(errors="replace")
+        self._outputs.end()
+        text = b"".join(
+            f"\n[{skipped} bytes are left out here]\n".encode() if skipped else data for skipped, data in self._parts
+        )
+        return text.decode(errors="replace")
 
 
 def _evaluated(command: str) -> str:

@@ -197,7 +197,15 @@ def _directory(row: bytes) -> Path:
 
 
 def variables(episode: AgentEpisode, directory: Path) -> dict[str, str]:
-    """Variables by which programs find the policy, their episode, and the place of their result.
+    """Variables by which programs find the policy, their episode, and the place of their result."""
+    return policy_variables(episode) | {
+        "KUBEROLL_EPISODE": str(directory / _ROW),
+        "KUBEROLL_RESULT": str(directory / _RESULT),
+    }
+
+
+def policy_variables(episode: AgentEpisode) -> dict[str, str]:
+    """Variables by which programs find the policy.
 
     The names are those that OpenAI's and Anthropic's clients, and programs that are built with them, read.
     """
@@ -210,8 +218,6 @@ def variables(episode: AgentEpisode, directory: Path) -> dict[str, str]:
         "ANTHROPIC_API_KEY": episode.token,
         "ANTHROPIC_AUTH_TOKEN": episode.token,
         "ANTHROPIC_MODEL": episode.model,
-        "KUBEROLL_EPISODE": str(directory / _ROW),
-        "KUBEROLL_RESULT": str(directory / _RESULT),
         "KUBEROLL_MODEL": episode.model,
     }
 

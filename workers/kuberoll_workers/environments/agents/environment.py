@@ -115,18 +115,7 @@ class AgentEnvironment(EnvironmentInterface):
 
     async def _play(self, messages: Sequence[ChatMessage], metadata: Metadata) -> AgentResult:
         request = AgentRequest.decode(metadata or {})
-        episode = AgentEpisode(
-            id=request.id,
-            messages=messages,
-            metadata=request.metadata,
-            tools=request.tools,
-            config=self._config,
-            seed=request.seed,
-            base_url=request.base_url,
-            anthropic_base_url=request.anthropic_base_url,
-            token=request.token,
-            model=request.model,
-        )
+        episode = request.episode(messages, self._config)
         limits = self._timeouts
         try:
             await within(self._phases.setup(episode), limits, "setup")

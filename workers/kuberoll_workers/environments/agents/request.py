@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from kuberoll_workers.environments.agents.episode import AgentEpisode
+from kuberoll_workers.environments.interface import ChatMessage
 
 
 class AgentRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -29,6 +33,26 @@ class AgentRequest(msgspec.Struct, kw_only=True, frozen=True):
         """The request as plain data."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
+
+    def episode(self, messages: Sequence[ChatMessage], config: Mapping[str, Any]) -> AgentEpisode:
+        """What the agent is given.
+
+        Args:
+            messages: The row's prompt.
+            config: The environment's `config`.
+        """
+        return AgentEpisode(
+            id=self.id,
+            messages=messages,
+            metadata=self.metadata,
+            tools=self.tools,
+            config=config,
+            seed=self.seed,
+            base_url=self.base_url,
+            anthropic_base_url=self.anthropic_base_url,
+            token=self.token,
+            model=self.model,
+        )
 
     @classmethod
     def decode(cls, plain: dict[str, Any]) -> AgentRequest:
