@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kuberoll_api.model.environments import SANDBOX_AGENT_TYPE, Environment
+from kuberoll_api.model.sandboxes import Sandbox
 from kuberoll_workers.environments.interface import UnusableRow
 from kuberoll_workers.environments.registry import UnusableEnvironment, create
 from kuberoll_workers.harbor.environment import SandboxAgents
@@ -47,6 +48,13 @@ def agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SandboxAgents:
         pytest.skip(str(error))
     assert isinstance(made, SandboxAgents)
     return made
+
+
+@pytest.mark.processes
+def test_a_network_that_the_driver_has_not_is_refused_before_an_engine(agents: SandboxAgents, tmp_path: Path) -> None:
+    agents._options = Sandbox.model_validate({"network": {"mode": "All"}})
+    with pytest.raises(UnusableRow, match="network All needs Docker or Podman"):
+        agents.check_row(metadata_of(tmp_path, "debian:bookworm-slim", "public"))
 
 
 @pytest.mark.processes

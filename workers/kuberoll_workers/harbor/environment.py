@@ -69,6 +69,8 @@ class SandboxAgents(EnvironmentInterface):
             if machine is not None:
                 network = reach(machine["network"], self._options.network)
                 spec = spec_of(machine, self._options, self._player.variables, network=network)
+                if (reason := self._player.sandboxes.refusal(spec)) is not None:
+                    raise UnusableRow(reason)
                 if (reason := absence(spec.image)) is not None:
                     hint = "; `kuberoll images build` builds the images of tasks" if "build" in machine else ""
                     raise UnusableRow(f"{reason}{hint}")

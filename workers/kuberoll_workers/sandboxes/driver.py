@@ -63,6 +63,10 @@ class Driver(Protocol):
         """
         ...
 
+    def refusal(self, spec: SandboxSpec) -> str | None:
+        """Why it can never make such a sandbox, with the way out; None: it may."""
+        ...
+
     async def prepare(self, image: str) -> None:
         """Have an image here, so that its sandboxes start at once.
 

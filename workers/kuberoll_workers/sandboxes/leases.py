@@ -90,6 +90,10 @@ class Sandboxes:
         """Check that sandboxes can be made; see `Driver.check`."""
         await self._driver.check()
 
+    def refusal(self, spec: SandboxSpec) -> str | None:
+        """Why there can never be such a sandbox; see `Driver.refusal`."""
+        return self._driver.refusal(spec)
+
     @contextlib.asynccontextmanager
     async def lease(self, spec: SandboxSpec) -> AsyncIterator[Lease]:
         """Have a sandbox for the time of the block, at whose end it is removed, however that comes.

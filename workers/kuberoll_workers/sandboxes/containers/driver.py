@@ -90,6 +90,10 @@ class DockerDriver:
         """See `Driver.check`; what drivers left behind that were killed is removed."""
         await self._started()
 
+    def refusal(self, spec: SandboxSpec) -> str | None:  # noqa: ARG002 - it takes all
+        """See `Driver.refusal`."""
+        return None
+
     async def prepare(self, image: str) -> None:
         """See `Driver.prepare`."""
         await self._image(await self._started(), image)

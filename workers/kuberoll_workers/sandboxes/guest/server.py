@@ -1,8 +1,9 @@
 """The server inside a sandbox: one process, the first of the sandbox's PID namespace.
 
 No signal of what runs in the sandbox ends it: the kernel passes the first process of a PID namespace only those that it
-handles. When it ends, so does the sandbox. It obeys whoever can show the key of its certificate. As it has no key of its own,
-the roles of TLS are turned round: who connects is TLS's server, and this one its client, which checks the certificate.
+handles. When it ends, so does the sandbox. It obeys whoever can show the key of its certificate. As it has no key of
+its own, the roles of TLS are turned round: who connects is TLS's server, and this one its client, which checks the
+certificate.
 """
 
 from __future__ import annotations

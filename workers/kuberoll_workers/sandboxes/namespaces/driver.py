@@ -84,17 +84,23 @@ class NamespaceDriver:
             raise SandboxUnavailable("sandboxes in namespaces need Linux; install Docker or Podman, and start it")
         await self._started()
 
+    def refusal(self, spec: SandboxSpec) -> str | None:
+        """See `Driver.refusal`."""
+        if spec.network == "None":
+            return None
+        return (
+            "network All needs Docker or Podman: a sandbox in namespaces has no network, or an allowlist "
+            "(sandbox.network.allowedHosts)"
+        )
+
     async def prepare(self, image: str) -> None:
         """See `Driver.prepare`."""
         await self._image(image)
 
     async def create(self, name: str, spec: SandboxSpec) -> Ticket:
         """See `Driver.create`."""
-        if spec.network != "None":
-            raise SandboxUnavailable(
-                "network All needs Docker or Podman: a sandbox in namespaces has no network, or an allowlist "
-                "(sandbox.network.allowedHosts)"
-            )
+        if (reason := self.refusal(spec)) is not None:
+            raise SandboxUnavailable(reason)
         await self._started()
         image = await self._image(spec.image)
         assert self._directory is not None
