@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from pathlib import Path
 @contextmanager
 def open_place() -> Iterator[Path]:
     """A directory that everybody can pass through; it is removed with what is in it."""
-    path = Path(tempfile.mkdtemp(prefix="kuberoll-images-"))
+    # buildah makes a reference of the path, of which no part may end in `_`, as `mkdtemp`'s names sometimes do.
+    path = Path(tempfile.gettempdir()) / f"kuberoll-images-{secrets.token_hex(6)}"
+    path.mkdir(mode=0o700)
     try:
         path.chmod(0o711)
         yield path
