@@ -39,6 +39,22 @@ CLAIMED_JOB_LABEL: Final = "sandbox.users.io/kuberoll-job"
 CLAIMED_ENVIRONMENT_LABEL: Final = "sandbox.users.io/kuberoll-environment"
 """Label of the pods of claimed sandboxes: the environment's name."""
 
+SANDBOX: Final = "sandbox"
+"""Component of the pods of trajectories' sandboxes, which the broker makes."""
+
+# Not `JOB_LABEL`: the operator watches what has that, and there may be thousands of these.
+SANDBOX_JOB_LABEL: Final = "kuberoll.io/sandbox-of"
+"""Label of a sandbox's pod: the job's name."""
+
+SANDBOX_WORKER_LABEL: Final = "kuberoll.io/sandbox-worker"
+"""Label of a sandbox's pod: the worker that has it."""
+
+SANDBOX_NETWORK_LABEL: Final = "kuberoll.io/sandbox-network"
+"""Label of a sandbox's pod: what it reaches, `None` or `All`."""
+
+BROKER: Final = "kuberoll-broker"
+"""Field manager of sandboxes' pods, and their `app.kubernetes.io/managed-by`."""
+
 DIGEST: Final = "kuberoll.io/digest"
 """Annotation of a child: digest of the object as it was rendered."""
 
@@ -229,3 +245,28 @@ def selector(job: str, component: str) -> dict[str, str]:
 def selector_text(job: str, component: str) -> str:
     """The selector as text, for `kubectl get pods --selector`."""
     return ",".join(f"{key}={value}" for key, value in selector(job, component).items())
+
+
+def sandboxes(job: str) -> str:
+    """Name of the NetworkPolicy of the job's sandboxes."""
+    return f"{job}-sandboxes"
+
+
+def sandbox_selector(job: str) -> dict[str, str]:
+    """Labels that select the pods of a job's sandboxes."""
+    return {COMPONENT_LABEL: SANDBOX, SANDBOX_JOB_LABEL: job}
+
+
+def sandbox_labels(job: str, environment: str, worker: str, network: str) -> dict[str, str]:
+    """Labels of a sandbox's pod."""
+    return {
+        "app.kubernetes.io/component": SANDBOX,
+        "app.kubernetes.io/instance": job,
+        "app.kubernetes.io/managed-by": BROKER,
+        "app.kubernetes.io/name": "kuberoll",
+        "app.kubernetes.io/part-of": "kuberoll",
+        ENVIRONMENT_LABEL: environment,
+        SANDBOX_JOB_LABEL: job,
+        SANDBOX_NETWORK_LABEL: network,
+        SANDBOX_WORKER_LABEL: worker,
+    }

@@ -1,0 +1,116 @@
+"""Contract between workers and the broker, which makes the pods of their sandboxes.
+
+A worker asks at `{base}/sandboxes/{name}`, where the base is the value of `BROKER_VARIABLE` and names its job, with the
+bearer token of `TOKEN_VARIABLE`:
+
+- `PUT` a `SandboxRequest`: make a sandbox, or go on waiting for it. Answers a `SandboxAnswer` when there is something
+  to say, and after `WAIT_SECONDS` in any case; asked again with the same name it goes on where it was.
+- `DELETE`: remove it; one that is gone is no error. 204.
+
+At `{base}/workers/{worker}` it says, by a `PUT` of `WorkerSandboxes` at least every `RENEW_SECONDS`, which it has. A
+sandbox whose worker has not been heard of for its `lease_seconds`, or does not name it, is removed.
+
+The two may be of different releases: fields may be added, and readers ignore unknown ones.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic.alias_generators import to_camel
+
+BROKER_VARIABLE: Final = "KUBEROLL_SANDBOX_BROKER"
+"""Variable of workers with the base URL of their job at the broker: `http://HOST:PORT/v1/jobs/NAMESPACE/NAME`."""
+
+TOKEN_VARIABLE: Final = "KUBEROLL_TOKEN_SANDBOXES"
+"""Variable of workers with the bearer token of their job at the broker."""
+
+TOKEN_SCOPE: Final = "sandboxes"
+"""What the token is derived for, beside the scopes of the policy."""
+
+BROKER_PORT: Final = 8790
+"""Port of the broker."""
+
+SANDBOX_PORT: Final = 8791
+"""Port of the server inside a sandbox's pod."""
+
+WAIT_SECONDS: Final = 20.0
+"""Time after which the broker answers in any case."""
+
+RENEW_SECONDS: Final = 10.0
+"""Time in which a worker says what it has."""
+
+CONTAINER: Final = "sandbox"
+"""Name of the main container of a sandbox's pod."""
+
+RUNTIME_DIRECTORY: Final = "/.kuberoll"
+"""Where a sandbox has the programs that its server is made of, read-only."""
+
+IDENTITY_DIRECTORY: Final = "/.kuberoll-user"
+"""Where its server finds whom the image's commands run as."""
+
+SandboxName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")]
+WorkerName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
+_Seconds = Annotated[float, Field(gt=0, le=604_800.0)]
+_Text = Annotated[str, StringConstraints(max_length=131_072)]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
+
+
+class SandboxRequest(_Message):
+    """A sandbox that a worker wants; its job decides what it may want.
+
+    Attributes:
+        environment: Name of the environment in the job.
+        worker: Name of the worker, which no other has.
+        certificate: Certificate (PEM) of the handle that it obeys.
+        cpus: Processors that it may use; None: no limit.
+        memory, storage: Bytes of memory and of files; None: no limit.
+        network: What it reaches: nothing, or everything.
+        user: Whom its commands run as; empty: as the image says.
+        workdir: Working directory of its commands; empty: as the image says.
+        variables: Variables in addition to the image's.
+        read_only: True if its root is read-only.
+        lease_seconds, start_seconds, total_seconds: It ends when no handle has been heard of for so long; when the
+            first one has not; and in any case.
+    """
+
+    environment: Annotated[str, StringConstraints(min_length=1, max_length=63)]
+    worker: WorkerName
+    image: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    certificate: Annotated[str, StringConstraints(max_length=8192)]
+    cpus: Annotated[float, Field(gt=0, le=65_536)] | None = None
+    memory: Annotated[int, Field(gt=0, le=1 << 50)] | None = None
+    storage: Annotated[int, Field(gt=0, le=1 << 50)] | None = None
+    network: Literal["None", "All"] = "None"
+    user: Annotated[str, StringConstraints(max_length=256)] = ""
+    workdir: Annotated[str, StringConstraints(max_length=4096)] = ""
+    variables: dict[str, _Text] = Field(default_factory=dict, max_length=1024)
+    read_only: bool = False
+    lease_seconds: _Seconds = 60.0
+    start_seconds: _Seconds = 600.0
+    total_seconds: _Seconds = 86_400.0
+
+
+class SandboxAnswer(_Message):
+    """What became of it.
+
+    Attributes:
+        state: Waiting: ask again. Running: its server is at `address`. Ended: it was there, and is gone. Refused: there
+            will never be such a sandbox in this job.
+        address: `HOST:PORT` of its server; None unless it runs.
+        reason: What it waits for, or why it is not there, for people.
+    """
+
+    state: Literal["Waiting", "Running", "Ended", "Refused"]
+    address: str | None = None
+    reason: str = ""
+
+
+class WorkerSandboxes(_Message):
+    """What a worker has: the names of its sandboxes, those that it waits for included."""
+
+    names: Annotated[list[SandboxName], Field(max_length=16_384)] = Field(default_factory=list)
