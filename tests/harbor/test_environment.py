@@ -75,14 +75,14 @@ def test_which_driver_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for name, kind in (("namespaces", NamespaceDriver), ("docker", DockerDriver)):
         monkeypatch.setenv(drivers.VARIABLE, name)
-        assert isinstance(drivers.find_driver(), kind)
+        assert isinstance(drivers.find_driver("task"), kind)
     monkeypatch.setenv(drivers.VARIABLE, "vagrant")
     with pytest.raises(SandboxUnavailable, match="must be docker or namespaces"):
-        drivers.find_driver()
+        drivers.find_driver("task")
     monkeypatch.delenv(drivers.VARIABLE)
     for answers, kind in ((True, DockerDriver), (False, NamespaceDriver)):
         monkeypatch.setattr(drivers, "has_engine", lambda variables, answers=answers: answers)
-        assert isinstance(drivers.find_driver(), kind)
+        assert isinstance(drivers.find_driver("task"), kind)
 
 
 def test_a_machine_without_sandboxes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ def test_a_container_is_closed() -> None:
 def test_a_container_begins_with_the_server_and_nothing_of_its_image() -> None:
     spec = SandboxSpec(image="x", environment={"A": "1"}, user="me", workdir="below/../place", lease_seconds=5.0)
     found = made(spec, EngineImage(**{**fields_of(IMAGE), "checks_health": True}))
-    assert (found["Entrypoint"], found["Cmd"], found["User"]) == (RUNTIME.argv, [], "0:0")
+    assert (found["Entrypoint"], found["Cmd"], found["User"]) == (RUNTIME.argv(), [], "0:0")
     variables = dict(line.split("=", 1) for line in found["Env"])
     assert variables.pop("LD_PRELOAD") == ""
     settings = Settings.of(variables[VARIABLE])

@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kuberoll_api.sandboxes import RUNTIME_DIRECTORY
 from kuberoll_workers.sandboxes import guest
 from kuberoll_workers.sandboxes.errors import SandboxUnavailable
 from kuberoll_workers.sandboxes.guest.settings import VARIABLE, Settings
 
-PLACE: Final = "/.kuberoll"
+PLACE: Final = RUNTIME_DIRECTORY
 """Where the runtime is in a sandbox."""
 
 RUNTIME_VARIABLE: Final = "KUBEROLL_SANDBOX_RUNTIME"
@@ -35,6 +36,12 @@ RUNTIME_VARIABLE: Final = "KUBEROLL_SANDBOX_RUNTIME"
 _GUEST: Final = "kuberoll_guest"
 _PROGRAM: Final = (
     f"from {_GUEST}.server import main; from {_GUEST}.settings import from_variable; main(from_variable())"
+)
+_IDENTIFICATION: Final = f"import sys; from {_GUEST}.settings import write_identity; write_identity(sys.argv[1])"
+_INTERPRETER: Final = (
+    *(f"{PLACE}/ld", "--library-path", f"{PLACE}/lib", f"{PLACE}/bin/python3"),
+    # Neither variables nor directories of the image have a part in it.
+    *("-I", "-S", "-B", "-c"),
 )
 # What the guest imports only when it needs it, beside what it imports at once.
 _LATER: Final = ("tarfile", "encodings.ascii", "encodings.latin_1", "encodings.utf_8", "encodings.idna")
@@ -51,14 +58,15 @@ class Runtime:
 
     directory: Path
 
-    @property
-    def argv(self) -> list[str]:
+    @staticmethod
+    def argv() -> list[str]:
         """The program that a sandbox begins with, and its arguments."""
-        return [
-            *(f"{PLACE}/ld", "--library-path", f"{PLACE}/lib", f"{PLACE}/bin/python3"),
-            # Neither variables nor directories of the image have a part in it.
-            *("-I", "-S", "-B", "-c", _PROGRAM),
-        ]
+        return [*_INTERPRETER, _PROGRAM]
+
+    @staticmethod
+    def identification() -> list[str]:
+        """The program that writes whom it runs as to the file that is to be its last argument."""
+        return [*_INTERPRETER, _IDENTIFICATION]
 
     @staticmethod
     def environment(settings: Settings) -> dict[str, str]:
@@ -134,8 +142,15 @@ def make_runtime(directory: Path) -> None:
     for library in sorted(libraries):
         shutil.copy(library, directory / "lib" / library.name)
     (directory / _COMPLETE).write_text(json.dumps({"python": sys.version}))
-    # Whatever the mask of this process is: keepers read it as other users.
-    for path in (directory, *directory.rglob("*")):
+    _open(directory)
+
+
+def _open(directory: Path) -> None:
+    """Let everybody read it, whatever the mask of this process is: keepers do so as other users."""
+    with contextlib.suppress(PermissionError):
+        # A volume's own directory is open to all.
+        directory.chmod(0o755)
+    for path in directory.rglob("*"):
         is_program = path.is_dir() or path.parent.name in ("bin", "lib") or path.name == "ld"
         path.chmod(0o755 if is_program else 0o644)
 
@@ -202,3 +217,17 @@ def _digest() -> str:
         f"{sys.version}\n{Path(sys.executable).resolve()}\n{Path(sys.executable).stat().st_mtime_ns}".encode()
     )
     return digest.hexdigest()
+
+
+def main() -> None:
+    """`python -m kuberoll_workers.sandboxes.runtime DIRECTORY`: put the runtime of this image into a directory."""
+    directory = Path(sys.argv[1])
+    if place := os.environ.get(RUNTIME_VARIABLE):
+        shutil.copytree(place, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        _open(directory)
+    else:
+        make_runtime(directory)
+
+
+if __name__ == "__main__":
+    main()

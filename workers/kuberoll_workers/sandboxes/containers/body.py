@@ -109,7 +109,7 @@ def body_of(
         "Hostname": "sandbox",
         "User": "0:0",
         "WorkingDir": "/",
-        "Entrypoint": runtime.argv,
+        "Entrypoint": runtime.argv(),
         "Cmd": [],
         "Env": [f"{name}={text}" for name, text in runtime.environment(settings).items()],
         "Labels": dict(labels),

@@ -26,8 +26,8 @@ from kuberoll_workers.sandboxes.containers.sockets import NAME, Sockets, base_of
 from kuberoll_workers.sandboxes.driver import SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.guest.settings import Settings
-from kuberoll_workers.sandboxes.handle import Sandbox
 from kuberoll_workers.sandboxes.keys import Key, context_of, make_key
+from kuberoll_workers.sandboxes.places import make_places
 from kuberoll_workers.sandboxes.runtime import Runtime, find_runtime
 
 _PULLS: Final = 4
@@ -181,7 +181,7 @@ class DockerDriver:
             output = await asyncio.shield(making)
             await self._answering(ready, name, output)
             (await connect(ticket, ready.context)).close()
-            await _make_places(ticket, settings)
+            await make_places(ticket)
         except BaseException:
             undoing = asyncio.create_task(self._undo(ready, name, making))
             self._undoing.add(undoing)
@@ -390,20 +390,3 @@ async def _listening(path: Path) -> None:
             return
         await asyncio.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
-
-
-async def _make_places(ticket: Ticket, settings: Settings) -> None:
-    """Make directories that commands need, and images of few files lack."""
-    sandbox = Sandbox(ticket)
-    try:
-        for place, mode in sorted({settings.workdir: 0o755, "/tmp": 0o1777}.items()):
-            try:
-                await sandbox.read(place, size=0, user="0")
-            except FileNotFoundError:
-                with contextlib.suppress(OSError):
-                    await sandbox.make_directory(place, mode=mode, user="0")
-            except OSError:
-                # It is there, and no file.
-                continue
-    finally:
-        await sandbox.close()

@@ -214,6 +214,10 @@ class Server:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             end, _ = self._listener.accept()
+            if _is_from_here(end):
+                # Whoever is inside could crowd out all others.
+                end.close()
+                return
             strangers = [one for one in self._connections if not one.trusted]
             if len(strangers) >= _MOST_STRANGERS:
                 min(strangers, key=lambda one: one.began).close()
@@ -468,6 +472,21 @@ class Connection:
         if os.getpid() != 1:
             raise OSError(95, "this server is not the first process of a PID namespace")
         self.send({"kind": "end", "left": self._server.end_others()})
+
+
+def _is_from_here(end: socket.socket) -> bool:
+    """True for a connection from one of this machine's own addresses."""
+    if end.family == socket.AF_UNIX:
+        return False
+    try:
+        with socket.socket(end.family, socket.SOCK_DGRAM) as probe:
+            if end.family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            # The system gives a machine's own addresses only.
+            probe.bind((end.getpeername()[0], 0))
+    except OSError:
+        return False
+    return True
 
 
 def listening(settings: Settings) -> socket.socket:

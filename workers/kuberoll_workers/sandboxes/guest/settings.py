@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 VARIABLE: Final = "KUBEROLL_SANDBOX"
@@ -22,6 +23,9 @@ class Settings(NamedTuple):
         user: Whom commands run as, `name`, `uid`, `name:group` or `uid:gid`; empty: as the server does.
         workdir: Working directory of commands.
         environment: Variables of commands.
+        of_the_image: True if this process was started as the image says, user apart: its working directory and its
+            variables are then those of commands, as far as these settings say nothing.
+        identity: File that says whom commands run as, if `user` is empty.
         lease_seconds: The server ends, and with it the sandbox, when no handle has been heard of for so long.
         start_seconds: The same for the first one.
         total_seconds: It ends after this time in any case.
@@ -35,6 +39,8 @@ class Settings(NamedTuple):
     user: str = ""
     workdir: str = "/"
     environment: dict[str, str] = {}  # noqa: RUF012 - a default is never changed
+    of_the_image: bool = False
+    identity: str | None = None
     lease_seconds: float = 60.0
     start_seconds: float = 600.0
     total_seconds: float = 86_400.0
@@ -52,4 +58,33 @@ class Settings(NamedTuple):
 def from_variable() -> Settings:
     """The settings that this process was started with, which commands do not inherit."""
     found: Any = os.environ.pop(VARIABLE)
-    return Settings.of(found)
+    settings = Settings.of(found)
+    return _completed(settings) if settings.of_the_image else settings
+
+
+def write_identity(path: str) -> None:
+    """Write whom this process runs as, for `Settings.identity`."""
+    with open(path, "w", encoding="ascii") as file:
+        file.write(f"{os.getuid()}:{os.getgid()}")
+
+
+def _completed(settings: Settings) -> Settings:
+    user = settings.user
+    if not user and settings.identity is not None:
+        with open(settings.identity, encoding="ascii") as file:
+            user = file.read().strip()
+    return settings._replace(
+        user=user,
+        workdir=os.path.normpath(os.path.join(os.getcwd(), settings.workdir)),
+        environment={**_of_the_image(os.environ), **settings.environment},
+    )
+
+
+def _of_the_image(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables without those that the loader was started with, that Kubernetes adds, and that are root's own."""
+    own = {"GLIBC_TUNABLES", "HOSTNAME", "LD_AUDIT", "LD_PRELOAD", "PWD"}
+    return {
+        name: text
+        for name, text in variables.items()
+        if name not in own and not name.startswith("KUBERNETES_") and (name, text) != ("HOME", "/root")
+    }

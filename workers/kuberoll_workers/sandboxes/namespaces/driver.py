@@ -178,7 +178,7 @@ class NamespaceDriver:
             directory=str(self._directory / name),
             runtime=str(self._runtime.directory),
             place=PLACE,
-            argv=self._runtime.argv,
+            argv=self._runtime.argv(),
             environment=self._runtime.environment(settings),
             workdir=workdir,
             read_only=spec.read_only,
