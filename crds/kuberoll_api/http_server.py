@@ -22,16 +22,19 @@ def metrics_route(registry: CollectorRegistry, *, before: Callable[[], None] = l
 
 
 @asynccontextmanager
-async def serving(routes: Iterable[web.RouteDef], *, host: str, port: int) -> AsyncIterator[int]:
+async def serving(
+    routes: Iterable[web.RouteDef], *, host: str, port: int, most_bytes: int = 1 << 20
+) -> AsyncIterator[int]:
     """Serve routes until the block is left; yields the port, which the system chooses for 0.
 
     Args:
         host: Address; empty for all addresses of the machine.
+        most_bytes: Maximum size of a request.
 
     Raises:
         OSError: The address is not available.
     """
-    app = web.Application()
+    app = web.Application(client_max_size=most_bytes)
     app.add_routes(routes)
     # Frequent scrapes are not worth a line in the log.
     runner = web.AppRunner(app, access_log=None)

@@ -53,7 +53,7 @@ IDENTITY_DIRECTORY: Final = "/.kuberoll-user"
 SandboxName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")]
 WorkerName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
 _Seconds = Annotated[float, Field(gt=0, le=604_800.0)]
-_Text = Annotated[str, StringConstraints(max_length=131_072)]
+_Text = Annotated[str, StringConstraints(max_length=262_144)]
 
 
 class _Message(BaseModel):
@@ -63,32 +63,33 @@ class _Message(BaseModel):
 class SandboxRequest(_Message):
     """A sandbox that a worker wants; its job decides what it may want.
 
+    The programs inside are the worker's own, of its image: the broker passes on how they are started.
+
     Attributes:
         environment: Name of the environment in the job.
         worker: Name of the worker, which no other has.
-        certificate: Certificate (PEM) of the handle that it obeys.
+        command: What the container runs.
+        variables: Its variables, in addition to the image's. Nothing in them is secret.
+        identify: What writes to `IDENTITY_DIRECTORY` whom the image's commands run as; empty: the command need not
+            know.
         cpus: Processors that it may use; None: no limit.
         memory, storage: Bytes of memory and of files; None: no limit.
         network: What it reaches: nothing, or everything.
-        user: Whom its commands run as; empty: as the image says.
-        workdir: Working directory of its commands; empty: as the image says.
-        variables: Variables in addition to the image's.
         read_only: True if its root is read-only.
-        lease_seconds, start_seconds, total_seconds: It ends when no handle has been heard of for so long; when the
-            first one has not; and in any case.
+        lease_seconds: It ends when its worker has not been heard of for so long.
+        start_seconds, total_seconds: Time that its start may take, and that it may exist.
     """
 
     environment: Annotated[str, StringConstraints(min_length=1, max_length=63)]
     worker: WorkerName
     image: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-    certificate: Annotated[str, StringConstraints(max_length=8192)]
+    command: Annotated[list[_Text], Field(min_length=1, max_length=64)]
+    variables: dict[str, _Text] = Field(default_factory=dict, max_length=64)
+    identify: Annotated[list[_Text], Field(max_length=64)] = Field(default_factory=list)
     cpus: Annotated[float, Field(gt=0, le=65_536)] | None = None
     memory: Annotated[int, Field(gt=0, le=1 << 50)] | None = None
     storage: Annotated[int, Field(gt=0, le=1 << 50)] | None = None
     network: Literal["None", "All"] = "None"
-    user: Annotated[str, StringConstraints(max_length=256)] = ""
-    workdir: Annotated[str, StringConstraints(max_length=4096)] = ""
-    variables: dict[str, _Text] = Field(default_factory=dict, max_length=1024)
     read_only: bool = False
     lease_seconds: _Seconds = 60.0
     start_seconds: _Seconds = 600.0

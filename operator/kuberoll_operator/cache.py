@@ -64,14 +64,14 @@ class Cache:
         listed = _version(version)
         for name in [name for name in known if scope in (None, name[0]) and name not in seen]:
             # A newer version was written by this operator after the list was made.
-            if _version_of(known[name]) <= listed:
+            if version_of(known[name]) <= listed:
                 self._drop(resource, name)
         self._listed[place] = listed
 
     def add_event(self, resource: Resource, item: Object, *, deleted: bool) -> None:
         """Apply a watch event."""
         metadata = item["metadata"]
-        name, version = (metadata["namespace"], metadata["name"]), _version_of(item)
+        name, version = (metadata["namespace"], metadata["name"]), version_of(item)
         known = self._objects.get(resource, {}).get(name)
         if deleted:
             if known is not None and known["metadata"]["uid"] == metadata["uid"]:
@@ -135,7 +135,7 @@ class Cache:
         name = (metadata["namespace"], metadata["name"])
         items = self._objects.setdefault(resource, {})
         known = items.get(name)
-        if known is not None and _version_of(known) >= _version_of(item):
+        if known is not None and version_of(known) >= version_of(item):
             return
         if known is not None:
             self._forget(resource, known)
@@ -190,7 +190,8 @@ def _was_removed(pod: Object) -> bool:
     return is_true(pod.get("status") or {}, "DisruptionTarget")
 
 
-def _version_of(item: Object) -> int:
+def version_of(item: Object) -> int:
+    """The resource version of an object; one that is no number counts as newer than all."""
     return _version(item["metadata"].get("resourceVersion"))
 
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import kopf
 from yarl import URL
 
 from kuberoll_operator import names
-from kuberoll_operator.cache import Cache, Scope
+from kuberoll_operator.cache import Scope
 from kuberoll_operator.kube.access import Access
 from kuberoll_operator.kube.resources import CHILDREN, PODS, ROLLOUT_JOBS, Resource
+from kuberoll_operator.model import Object
 
 WATCHED = (ROLLOUT_JOBS, *CHILDREN, PODS)
 SELECTOR = f"app.kubernetes.io/managed-by={names.MANAGER},{names.JOB_LABEL}"
@@ -33,28 +34,55 @@ class WatchesEnded(Exception):
     """The watches have ended."""
 
 
+class Sink(Protocol):
+    """Whom the watches tell; `cache.Cache` says more of each method."""
+
+    def add_page(
+        self,
+        resource: Resource,
+        scope: Scope,
+        items: Iterable[Object],
+        version: str,
+        *,
+        last: bool,
+        first: bool = True,
+    ) -> None:
+        """Take a page of a list; after the last one, what was on no page is gone."""
+        ...
+
+    def add_event(self, resource: Resource, item: Object, *, deleted: bool) -> None:
+        """Take an event."""
+        ...
+
+    def synced(self, resource: Resource, scope: Scope) -> bool:
+        """True if all objects of this kind and scope have been listed once."""
+        ...
+
+
 class Watches:
     """Watches of all kinds, in all namespaces or in some.
 
     Args:
         identity: Name of this operator for kopf, which has no use for it without peers.
+        selector: Labels of what is watched, RolloutJobs apart.
     """
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Sink,
         access: Callable[[], Awaitable[Access]],
         *,
         identity: str = "kuberoll-operator",
         namespaces: tuple[str, ...] = (),
         resources: tuple[Resource, ...] = WATCHED,
+        selector: str = SELECTOR,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._access, self._clock = cache, access, clock
         # Without it kopf looks up the user's name, and a container's user may not have one. Its type, a kind of str, is
         # not public.
         self._identity: Any = identity
-        self._resources = resources
+        self._resources, self._selector = resources, selector
         self.scopes: tuple[Scope, ...] = namespaces or (None,)
         self._lists = {resource.path(scope): (resource, scope) for resource in resources for scope in self.scopes}
         self._activity = {place: clock() for place in self._lists.values()}
@@ -74,7 +102,7 @@ class Watches:
         # Not kopf.operator: when it ends, it cancels every task that was created since it began, even other people's.
         tasks = await kopf.spawn_tasks(
             registry=self._registry(),
-            settings=operator_settings(self._resources),
+            settings=operator_settings(self._resources, self._selector),
             identity=self._identity,
             standalone=True,
             clusterwide=self.scopes == (None,),
@@ -220,12 +248,12 @@ class _NoDifferences(kopf.DiffBaseStorage):
         return
 
 
-def operator_settings(resources: tuple[Resource, ...] = WATCHED) -> kopf.OperatorSettings:
+def operator_settings(resources: tuple[Resource, ...] = WATCHED, selector: str = SELECTOR) -> kopf.OperatorSettings:
     """kopf's settings."""
     settings = kopf.OperatorSettings()
     for resource in resources:
         if resource != ROLLOUT_JOBS:
-            settings.watching.label_selectors[resource.group, resource.version, resource.plural] = SELECTOR
+            settings.watching.label_selectors[resource.group, resource.version, resource.plural] = selector
     # A silent watch is renewed after this time, so that its age means something.
     settings.watching.server_timeout = WATCH_SECONDS
     settings.watching.chunk_size = PAGE

@@ -306,6 +306,7 @@ class Environment(Model):
                 {
                     "agent": agent,
                     "config": self.config,
+                    "name": self.name,
                     "sandbox": sandbox,
                     "variables": variables,
                 },

@@ -1,0 +1,142 @@
+"""Pods of sandboxes, as the watch tells of them: cut down to what the broker decides by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from kuberoll_api.sandboxes import SandboxAnswer
+from kuberoll_operator import names
+from kuberoll_operator.broker.pod import LEASE_ANNOTATION
+from kuberoll_operator.broker.states import answer_of
+from kuberoll_operator.cache import Scope, version_of
+from kuberoll_operator.kube.resources import Resource
+from kuberoll_operator.model import Key, Object
+
+SELECTOR: Final = f"app.kubernetes.io/managed-by={names.BROKER},{names.SANDBOX_JOB_LABEL}"
+_LEASE_SECONDS: Final = 60.0
+
+PodKey = tuple[str, str]
+"""Namespace and name of a pod."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxPod:
+    """A sandbox's pod.
+
+    Attributes:
+        job: Its job.
+        worker: The worker that has it.
+        answer: Its state.
+        lease_seconds: It is removed when its worker has not been heard of for so long.
+        leaving: True if it is being deleted.
+        since: When the broker first saw it, in seconds of the broker's clock.
+    """
+
+    uid: str
+    job: Key
+    worker: str
+    answer: SandboxAnswer
+    lease_seconds: float
+    leaving: bool
+    since: float
+    version: int
+
+
+class SandboxPods:
+    """The latest known state of all pods of sandboxes.
+
+    Args:
+        changed: Called with the key of a pod that has changed, or is gone.
+    """
+
+    def __init__(self, changed: Callable[[PodKey], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._changed, self._clock = changed, clock
+        self._pods: dict[PodKey, SandboxPod] = {}
+        self._listed: dict[Scope, int] = {}
+        self._pages: dict[Scope, set[PodKey]] = {}
+
+    def get(self, key: PodKey) -> SandboxPod | None:
+        """A pod; None if there is none."""
+        return self._pods.get(key)
+
+    def all(self) -> list[tuple[PodKey, SandboxPod]]:
+        """All of them."""
+        return list(self._pods.items())
+
+    def add_page(
+        self,
+        resource: Resource,  # noqa: ARG002 - pods are all that is watched
+        scope: Scope,
+        items: Iterable[Object],
+        version: str,
+        *,
+        last: bool,
+        first: bool = True,
+    ) -> None:
+        """See `watches.Sink`."""
+        if first:
+            self._pages[scope] = set()
+        seen = self._pages.setdefault(scope, set())
+        for item in items:
+            seen.add(_key(item))
+            self.put(item)
+        if not last:
+            return
+        del self._pages[scope]
+        self._listed[scope] = listed = int(version)
+        for key, pod in self.all():
+            # A newer version was written by this broker after the list was made.
+            if scope in (None, key[0]) and key not in seen and pod.version <= listed:
+                self._drop(key)
+
+    def add_event(self, resource: Resource, item: Object, *, deleted: bool) -> None:  # noqa: ARG002
+        """See `watches.Sink`."""
+        key = _key(item)
+        known = self._pods.get(key)
+        if deleted:
+            if known is not None and known.uid == item["metadata"]["uid"]:
+                self._drop(key)
+        elif known is not None or version_of(item) > max(self._listed.get(None, -1), self._listed.get(key[0], -1)):
+            # An unknown one that is older than the list has been deleted since.
+            self.put(item)
+
+    def synced(self, resource: Resource, scope: Scope) -> bool:  # noqa: ARG002
+        """See `watches.Sink`."""
+        return scope in self._listed
+
+    def put(self, item: Object) -> None:
+        """Note a pod as the API server has told of it."""
+        key, metadata = _key(item), item["metadata"]
+        known, version = self._pods.get(key), version_of(item)
+        if known is not None and known.uid == metadata["uid"] and known.version >= version:
+            return
+        labels = metadata.get("labels") or {}
+        self._pods[key] = SandboxPod(
+            uid=metadata["uid"],
+            job=Key(key[0], labels.get(names.SANDBOX_JOB_LABEL, "")),
+            worker=labels.get(names.SANDBOX_WORKER_LABEL, ""),
+            answer=answer_of(item),
+            lease_seconds=_seconds((metadata.get("annotations") or {}).get(LEASE_ANNOTATION)),
+            leaving=bool(metadata.get("deletionTimestamp")),
+            since=self._clock() if known is None or known.uid != metadata["uid"] else known.since,
+            version=version,
+        )
+        self._changed(key)
+
+    def _drop(self, key: PodKey) -> None:
+        del self._pods[key]
+        self._changed(key)
+
+
+def _key(item: Object) -> PodKey:
+    return item["metadata"]["namespace"], item["metadata"]["name"]
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        return float(text or _LEASE_SECONDS)
+    except ValueError:
+        return _LEASE_SECONDS

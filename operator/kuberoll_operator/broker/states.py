@@ -1,0 +1,102 @@
+"""What a sandbox's pod says of the sandbox. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from kuberoll_api.sandboxes import CONTAINER, SANDBOX_PORT, SandboxAnswer
+from kuberoll_operator.model import condition
+
+# The kubelet tries again whatever the registry says; these answers will not change.
+_NEVER: Final = frozenset({"ErrImageNeverPull", "InvalidImageName"})
+_PULLS: Final = frozenset({"ErrImagePull", "ImagePullBackOff"})
+_NO_SUCH_IMAGE: Final = re.compile(
+    r"not found|manifest unknown|does not exist|repository name not known|access denied|authorization failed|"
+    r"unauthorized|forbidden|invalid reference|no match for platform",
+    re.IGNORECASE,
+)
+_CHARACTERS: Final = 1000
+
+
+def answer_of(pod: Mapping[str, Any]) -> SandboxAnswer:
+    """The state of a sandbox, by its pod as the API server has it."""
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    phase = status.get("phase")
+    if phase in ("Failed", "Succeeded"):
+        return _answer("Ended", _end(status))
+    if metadata.get("deletionTimestamp"):
+        return _answer("Ended", f"its pod is being deleted{_disruption(status)}")
+    if (refused := _refusal(status)) is not None:
+        return _answer("Refused", refused)
+    for container in _containers(status, "containerStatuses"):
+        if container.get("name") == CONTAINER and (container.get("state") or {}).get("running"):
+            if address := status.get("podIP"):
+                host = f"[{address}]" if ":" in address else address
+                return SandboxAnswer(state="Running", address=f"{host}:{SANDBOX_PORT}")
+            return _answer("Waiting", "its pod has no address yet")
+    return _answer("Waiting", _wait(status))
+
+
+def _answer(state: Any, reason: str) -> SandboxAnswer:
+    return SandboxAnswer(state=state, reason=reason[:_CHARACTERS])
+
+
+def _end(status: Mapping[str, Any]) -> str:
+    said = [str(status[name]) for name in ("reason", "message") if status.get(name)]
+    for container in _all(status):
+        ended = (container.get("state") or {}).get("terminated") or {}
+        if not ended or (ended.get("exitCode") == 0 and container.get("name") != CONTAINER):
+            continue
+        words = [f"container {container.get('name')}: {ended.get('reason') or 'ended'}"]
+        words.append(f"exit code {ended.get('exitCode')}")
+        # The last lines of its log; the policy's own programs do not write there.
+        if message := str(ended.get("message") or "").strip():
+            words.append(message)
+        said.append(", ".join(words))
+    return "; ".join(said) or "its pod has ended"
+
+
+def _refusal(status: Mapping[str, Any]) -> str | None:
+    for container in _all(status):
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
+        if reason in _NEVER or (reason in _PULLS and _NO_SUCH_IMAGE.search(message)):
+            image = container.get("image")
+            return (
+                f"the node cannot have the image {image} of container {container.get('name')} ({reason}): {message}; a "
+                "private registry needs imagePullSecrets in sandbox.podTemplate"
+            )
+    return None
+
+
+def _wait(status: Mapping[str, Any]) -> str:
+    scheduled = condition(status, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return f"no node has room for its pod: {scheduled.get('message') or scheduled.get('reason') or ''}"
+    if scheduled.get("status") != "True":
+        return "its pod waits for the scheduler"
+    for container in _all(status):
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        reason = str(waiting.get("reason") or "")
+        if reason and reason != "PodInitializing":
+            message = str(waiting.get("message") or "")
+            return ": ".join(filter(None, (f"container {container.get('name')}", reason, message)))
+    return "its containers are being started"
+
+
+def _disruption(status: Mapping[str, Any]) -> str:
+    found = condition(status, "DisruptionTarget")
+    if found.get("status") != "True":
+        return ""
+    return f" ({found.get('reason')}: {found.get('message')})"
+
+
+def _all(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield from _containers(status, "initContainerStatuses")
+    yield from _containers(status, "containerStatuses")
+
+
+def _containers(status: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
+    return status.get(name) or ()
