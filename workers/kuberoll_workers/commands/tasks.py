@@ -50,7 +50,7 @@ def check(directory: Path, images: str | None, network: str | None, parallel: in
     found: list[Checked] = []
 
     async def run() -> None:
-        sandboxes = Sandboxes(find_driver())
+        sandboxes = Sandboxes(find_driver(""))
         try:
             await check_tasks(read, options, sandboxes, parallel=parallel, done=done)
         finally:

@@ -43,8 +43,8 @@ class SandboxAgents(EnvironmentInterface):
     def __init__(self, config: Mapping[str, Any]) -> None:
         """
         Args:
-            config: `agent` and `sandbox`, as in the job; `config`, the environment's own; and `variables`, the names of
-                the worker's variables that tasks may refer to.
+            config: `agent`, `name` and `sandbox`, as in the job; `config`, the environment's own; and `variables`, the
+                names of the worker's variables that tasks may refer to.
         """
         self._options = SandboxOptions.model_validate(config["sandbox"])
         options = AgentOptions.model_validate(config["agent"])
@@ -52,9 +52,9 @@ class SandboxAgents(EnvironmentInterface):
         self._agent = _agent_of(options)
         # A chat template that leaves tools out is refused before an engine is started.
         self.declares_tools = options.tools is not None  # type: ignore[misc]
-        _check_here()
+        _check_here(config["name"])
         self._player = Player(
-            sandboxes=Sandboxes(find_driver()),
+            sandboxes=Sandboxes(find_driver(config["name"])),
             options=self._options,
             variables=given_variables(config["variables"]),
             agent_seconds=options.timeouts.run_seconds,
@@ -138,7 +138,7 @@ class FunctionAgent:
             await self._phases.close(episode)
 
 
-def _check_here() -> None:
+def _check_here(environment: str) -> None:
     """Check that this machine has sandboxes, before anything else is started for them.
 
     Raises:
@@ -146,7 +146,7 @@ def _check_here() -> None:
     """
 
     async def check() -> None:
-        sandboxes = Sandboxes(find_driver())
+        sandboxes = Sandboxes(find_driver(environment))
         try:
             await sandboxes.check()
         finally:

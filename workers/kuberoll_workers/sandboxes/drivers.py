@@ -12,14 +12,18 @@ from kuberoll_workers.sandboxes.containers.engine import has_engine
 from kuberoll_workers.sandboxes.driver import Driver
 from kuberoll_workers.sandboxes.errors import SandboxUnavailable
 from kuberoll_workers.sandboxes.namespaces.driver import NamespaceDriver
+from kuberoll_workers.sandboxes.pods.driver import PodDriver
 
 VARIABLE: Final = "KUBEROLL_SANDBOX_DRIVER"
-"""Variable that names the driver, `docker` or `namespaces`; unset: Docker or Podman where one answers and Docker's SDK
-is installed."""
+"""Variable that names the driver, `docker`, `namespaces` or `pods`, as in workers of a cluster; unset: Docker or Podman
+where one answers and Docker's SDK is installed."""
 
 
-def find_driver() -> Driver:
+def find_driver(environment: str) -> Driver:
     """The driver of this process.
+
+    Args:
+        environment: Name of the environment that the sandboxes are for; empty: none of a job.
 
     Raises:
         SandboxUnavailable: The variable names none.
@@ -30,7 +34,9 @@ def find_driver() -> Driver:
         return NamespaceDriver(cache=cache)
     if name == "docker":
         return DockerDriver(cache=cache)
-    raise SandboxUnavailable(f"{VARIABLE} is {name!r}; it must be docker or namespaces")
+    if name == "pods":
+        return PodDriver(environment=environment)
+    raise SandboxUnavailable(f"{VARIABLE} is {name!r}; it must be docker, namespaces or pods")
 
 
 def _usual() -> str:

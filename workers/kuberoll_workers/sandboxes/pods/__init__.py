@@ -1,0 +1,1 @@
+"""Sandboxes that are pods: a broker makes them, as workers have no access to Kubernetes."""
