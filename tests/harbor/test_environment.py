@@ -77,7 +77,7 @@ def test_which_driver_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         monkeypatch.setenv(drivers.VARIABLE, name)
         assert isinstance(drivers.find_driver("task"), kind)
     monkeypatch.setenv(drivers.VARIABLE, "vagrant")
-    with pytest.raises(SandboxUnavailable, match="must be docker or namespaces"):
+    with pytest.raises(SandboxUnavailable, match="must be docker, namespaces or pods"):
         drivers.find_driver("task")
     monkeypatch.delenv(drivers.VARIABLE)
     for answers, kind in ((True, DockerDriver), (False, NamespaceDriver)):
