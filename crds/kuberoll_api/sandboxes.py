@@ -15,7 +15,7 @@ The two may be of different releases: fields may be added, and readers ignore un
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
@@ -28,6 +28,9 @@ TOKEN_VARIABLE: Final = "KUBEROLL_TOKEN_SANDBOXES"
 
 TOKEN_SCOPE: Final = "sandboxes"
 """What the token is derived for, beside the scopes of the policy."""
+
+PLACEMENT_VARIABLE: Final = "KUBEROLL_SANDBOX_PLACEMENT"
+"""Variable of workers with a `Placement`, as JSON: the nodes that their job has quota for; unset: all."""
 
 BROKER_PORT: Final = 8790
 """Port of the broker."""
@@ -60,6 +63,18 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
 
 
+class Placement(_Message):
+    """Nodes that a queue has granted quota on.
+
+    Attributes:
+        node_selector: Labels of the nodes.
+        tolerations: Tolerations of their taints, as in a pod.
+    """
+
+    node_selector: dict[str, str] = Field(default_factory=dict, max_length=64)
+    tolerations: list[dict[str, Any]] = Field(default_factory=list, max_length=64)
+
+
 class SandboxRequest(_Message):
     """A sandbox that a worker wants; its job decides what it may want.
 
@@ -76,6 +91,7 @@ class SandboxRequest(_Message):
         memory, storage: Bytes of memory and of files; None: no limit.
         network: What it reaches: nothing, or everything.
         read_only: True if its root is read-only.
+        placement: Nodes that it may run on.
         lease_seconds: It ends when its worker has not been heard of for so long.
         start_seconds, total_seconds: Time that its start may take, and that it may exist.
     """
@@ -91,6 +107,7 @@ class SandboxRequest(_Message):
     storage: Annotated[int, Field(gt=0, le=1 << 50)] | None = None
     network: Literal["None", "All"] = "None"
     read_only: bool = False
+    placement: Placement = Field(default_factory=Placement)
     lease_seconds: _Seconds = 60.0
     start_seconds: _Seconds = 600.0
     total_seconds: _Seconds = 86_400.0

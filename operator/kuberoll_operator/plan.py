@@ -215,6 +215,7 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
                     *backend.pod_sets(context),
                     *render.service_pod_sets(context),
                     *render.environment_pod_sets(context),
+                    *render.sandbox_pod_sets(context),
                 ],
                 queue=facts.quota.queue,
                 priority=_priority(job, observed),

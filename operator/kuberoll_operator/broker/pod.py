@@ -11,7 +11,7 @@ from kuberoll_api import sandboxes
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.rolloutjob import API_VERSION, KIND, RolloutJob
 from kuberoll_api.model.sandboxes import Sandbox
-from kuberoll_api.sandboxes import SandboxRequest
+from kuberoll_api.sandboxes import Placement, SandboxRequest
 from kuberoll_operator import names
 from kuberoll_operator.model import Key, Object
 from kuberoll_operator.podtemplate import merge
@@ -136,6 +136,7 @@ def build_pod(sandbox: str, request: SandboxRequest, context: PodContext) -> Obj
     if getattr(options, "runtime_class_name", None) is not None:
         template["spec"]["runtimeClassName"] = options.runtime_class_name
     template = merge(template, getattr(options, "pod_template", None) or {})
+    template["spec"] = _placed(template["spec"], request.placement)
     # By these the broker finds its pods, and a network policy whom it keeps from what.
     metadata = {**template["metadata"], "labels": {**(template["metadata"].get("labels") or {}), **labels}}
     metadata |= {
@@ -146,6 +147,16 @@ def build_pod(sandbox: str, request: SandboxRequest, context: PodContext) -> Obj
         ],
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+def _placed(spec: Object, placement: Placement) -> Object:
+    """A pod's spec for the nodes that the job has quota on."""
+    if placement.node_selector:
+        spec = {**spec, "nodeSelector": {**spec.get("nodeSelector", {}), **placement.node_selector}}
+    there = spec.get("tolerations", [])
+    if new := [item for item in placement.tolerations if item not in there]:
+        spec = {**spec, "tolerations": [*there, *new]}
+    return spec
 
 
 def _main(request: SandboxRequest, options: Sandbox, context: PodContext) -> Object:

@@ -111,6 +111,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         *backend.pod_sets(context),
         *built.service_pod_sets(context),
         *built.environment_pod_sets(context),
+        *built.sandbox_pod_sets(context),
     ]
     queue, priority_class = queue_of(job, settings), priority_class_of(job)
     # Only the cluster knows the value of a priority class.

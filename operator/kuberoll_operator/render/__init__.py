@@ -20,6 +20,7 @@ from kuberoll_operator.render.network import build_network_policies
 from kuberoll_operator.render.objects import seal
 from kuberoll_operator.render.policy_access import build_policy_access
 from kuberoll_operator.render.rayservice import build_rayservice
+from kuberoll_operator.render.sandbox_quota import sandbox_pod_sets
 from kuberoll_operator.render.servers import build_environment_secret
 from kuberoll_operator.render.service_tokens import build_service_secret
 from kuberoll_operator.render.services import build_service_deployments, build_service_fixtures, service_pod_sets
@@ -52,6 +53,7 @@ __all__ = [
     "build_workers_service",
     "build_workload",
     "environment_pod_sets",
+    "sandbox_pod_sets",
     "seal",
     "service_pod_sets",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import ssl
@@ -15,8 +16,10 @@ from typing import Final
 
 from kuberoll_api.sandboxes import (
     IDENTITY_DIRECTORY,
+    PLACEMENT_VARIABLE,
     RENEW_SECONDS,
     SANDBOX_PORT,
+    Placement,
     SandboxAnswer,
     SandboxRequest,
     WorkerSandboxes,
@@ -60,7 +63,8 @@ class PodDriver:
     """
 
     def __init__(self, *, environment: str, variables: Mapping[str, str] | None = None) -> None:
-        self._environment, self._variables = environment, variables
+        self._environment, self._variables = environment, os.environ if variables is None else variables
+        self._placement = Placement.model_validate_json(self._variables.get(PLACEMENT_VARIABLE) or "{}")
         # Of all processes that this pod's name may ever have.
         host = socket.gethostname().lower().strip("-.")[-48:].strip("-.")
         self._worker = f"{host}-{secrets.token_hex(4)}"
@@ -214,6 +218,7 @@ class PodDriver:
             storage=spec.storage,
             network=spec.network,
             read_only=spec.read_only,
+            placement=self._placement,
             lease_seconds=spec.lease_seconds,
             start_seconds=spec.start_seconds,
             total_seconds=spec.total_seconds,

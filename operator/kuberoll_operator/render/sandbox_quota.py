@@ -1,0 +1,52 @@
+"""Quota of trajectories' sandboxes, and the nodes that it is on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kuberoll_api.model.environments import Environment
+from kuberoll_api.sandboxes import CONTAINER, PLACEMENT_VARIABLE, Placement
+from kuberoll_operator.model import Object
+from kuberoll_operator.quantities import number_of
+from kuberoll_operator.render.context import RenderContext
+from kuberoll_operator.render.workload import PodSet
+
+POD_SET = "sandboxes"
+"""Name of the pod set of a job's sandboxes."""
+
+
+def sandbox_pod_sets(context: RenderContext) -> list[PodSet]:
+    """Pod set of the sandboxes: as many as there are trajectories at a time, each as large as the job's largest."""
+    options = [spec.sandbox for spec in context.job.spec.environments if spec.sandbox is not None]
+    if not options:
+        return []
+    largest: dict[str, Any] = {}
+    for sandbox in options:
+        for name, amount in {**sandbox.resources.limits, **sandbox.resources.requests}.items():
+            if name not in largest or number_of(amount) > number_of(largest[name]):
+                largest[name] = amount
+    container: Object = {"name": CONTAINER, "image": "sandbox", "resources": {"requests": largest}}
+    workers = min(context.job.spec.workers.replicas, context.shards)
+    return [PodSet(POD_SET, workers * context.job.spec.rollout.concurrency, {"spec": {"containers": [container]}})]
+
+
+def quota_problem(environments: list[Environment]) -> str | None:
+    """Why a job in a queue cannot ask for the quota of its sandboxes; None if it can."""
+    for number, spec in enumerate(environments):
+        if spec.sandbox is not None and not {"cpu", "memory"} <= {*spec.sandbox.resources.limits}:
+            return (
+                f"spec.environments[{number}].sandbox.resources.limits: a job in a queue asks for the quota of its "
+                "sandboxes, so that they must have limits of cpu and memory"
+            )
+    return None
+
+
+def placement_variables(context: RenderContext) -> list[dict[str, Any]]:
+    """Variable of worker pods with the nodes that the sandboxes' quota is on; none without a queue."""
+    assignment = context.assignments.get(POD_SET)
+    if assignment is None or not (assignment.node_selector or assignment.tolerations):
+        return []
+    placement = Placement(
+        node_selector=dict(assignment.node_selector), tolerations=[dict(item) for item in assignment.tolerations]
+    )
+    return [{"name": PLACEMENT_VARIABLE, "value": placement.model_dump_json(by_alias=True)}]
