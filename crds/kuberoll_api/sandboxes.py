@@ -50,8 +50,14 @@ CONTAINER: Final = "sandbox"
 RUNTIME_DIRECTORY: Final = "/.kuberoll"
 """Where a sandbox has the programs that its server is made of, read-only."""
 
+RUNTIME_VARIABLE: Final = "KUBEROLL_SANDBOX_RUNTIME"
+"""Variable of images of workers with the directory that these programs are ready in."""
+
 IDENTITY_DIRECTORY: Final = "/.kuberoll-user"
 """Where its server finds whom the image's commands run as."""
+
+IDENTITY_VARIABLE: Final = "KUBEROLL_SANDBOX_USER"
+"""Variable of its server with the same, where the broker knows it already."""
 
 SandboxName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")]
 WorkerName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
@@ -85,8 +91,8 @@ class SandboxRequest(_Message):
         worker: Name of the worker, which no other has.
         command: What the container runs.
         variables: Its variables, in addition to the image's. Nothing in them is secret.
-        identify: What writes to `IDENTITY_DIRECTORY` whom the image's commands run as; empty: the command need not
-            know.
+        identify: What writes whom the image's commands run as to `IDENTITY_DIRECTORY`, and to its termination message,
+            as `uid:gid`; empty: the command need not know.
         cpus: Processors that it may use; None: no limit.
         memory, storage: Bytes of memory and of files; None: no limit.
         network: What it reaches: nothing, or everything.

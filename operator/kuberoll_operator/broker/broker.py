@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from kuberoll_api import sandboxes
 from kuberoll_api.sandboxes import SandboxAnswer, SandboxRequest
@@ -31,10 +31,18 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 # A worker's list may cross a request of its own.
 _CROSSING_SECONDS: Final = 3 * sandboxes.RENEW_SECONDS
 _SPREAD: Final = 0.25
+_MOST_IMAGES: Final = 100_000
 # Longer than any request is under way.
 _MEMORY_SECONDS: Final = 900.0
 
 _log = logging.getLogger(__name__)
+
+
+class _ImageUser(NamedTuple):
+    """Whom the commands of an image run as, and which image that was."""
+
+    image_id: str
+    user: str
 
 
 class _Lease:
@@ -46,6 +54,7 @@ class _Lease:
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.is_made = False
+        self.image_user: _ImageUser | None = None
 
     def say(self, answer: SandboxAnswer) -> None:
         """Note its state."""
@@ -82,6 +91,7 @@ class Broker:
         self._not_before = 0.0
         # What was given back: a pod of this name may still be on its way.
         self._returned: dict[PodKey, float] = {}
+        self._users: dict[str, _ImageUser] = {}
         self.made: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
 
@@ -239,7 +249,9 @@ class Broker:
                 await asyncio.sleep(wait * (1 + random.random() * _SPREAD))
             full = False
             try:
-                made = await self._client.create(build_pod(lease.sandbox, lease.request, lease.context))
+                lease.image_user = learnt = self._users.get(lease.request.image)
+                user = None if learnt is None else learnt.user
+                made = await self._client.create(build_pod(lease.sandbox, lease.request, lease.context, user=user))
             except Conflict:
                 found = await self._client.get(PODS, *lease.key)
                 if found is not None:
@@ -301,12 +313,30 @@ class Broker:
                     return
                 if pod.answer.state == "Refused" and lease.answer.state == "Running":
                     return
+                if self._is_another_image(lease, pod):
+                    # Under another user than its image says, nothing in it counts.
+                    lease.say(SandboxAnswer(state="Ended", reason=f"{lease.request.image} is another image by now"))
+                    return
                 lease.say(pod.answer)
                 if pod.answer.state in ("Ended", "Refused") or (until_it_runs and pod.answer.state == "Running"):
                     return
                 await event.wait()
         finally:
             self._events.pop(lease.key, None)
+
+    def _is_another_image(self, lease: _Lease, pod: SandboxPod) -> bool:
+        """Learn whom an image's commands run as; True if that was of another image of this name."""
+        image = lease.request.image
+        if pod.image_id is None:
+            return False
+        if pod.user is not None:
+            if len(self._users) >= _MOST_IMAGES:
+                self._users.clear()
+            self._users[image] = _ImageUser(pod.image_id, pod.user)
+        elif lease.image_user is not None and lease.image_user.image_id != pod.image_id:
+            self._users.pop(image, None)
+            return True
+        return False
 
     async def _remove(self, key: PodKey, pod: SandboxPod, reason: str) -> None:
         await self._client.delete(PODS, *key, uid=pod.uid)

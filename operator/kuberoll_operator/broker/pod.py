@@ -44,6 +44,12 @@ _MIB: Final = 1 << 20
 _SPARE_SECONDS: Final = 120
 # The server inside ends with everything at once.
 _GRACE_SECONDS: Final = 2
+# Our images have the programs ready; of one that has not, they are made each time.
+_COPY: Final = (
+    f'if [ -n "${sandboxes.RUNTIME_VARIABLE}" ]; '
+    f'then exec cp -R "${sandboxes.RUNTIME_VARIABLE}/." {sandboxes.RUNTIME_DIRECTORY}; fi; '
+    f"exec python -m kuberoll_workers.sandboxes.runtime {sandboxes.RUNTIME_DIRECTORY}"
+)
 _COPY_RESOURCES: Final = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
 
 
@@ -102,12 +108,16 @@ def problem(request: SandboxRequest, context: PodContext) -> str | None:
     return None
 
 
-def build_pod(sandbox: str, request: SandboxRequest, context: PodContext) -> Object:
+def build_pod(sandbox: str, request: SandboxRequest, context: PodContext, *, user: str | None = None) -> Object:
     """The pod of a sandbox that the job may have.
 
     Args:
         sandbox: Its name.
+        user: Whom the image's commands run as, `uid:gid`; None: the pod has to find out, if the request asks for it.
     """
+    if user is not None and request.identify:
+        variables = {**request.variables, sandboxes.IDENTITY_VARIABLE: user}
+        request = request.model_copy(update={"identify": [], "variables": variables})
     spec = context.environment(request.environment)
     assert spec is not None
     assert spec.sandbox is not None
@@ -196,7 +206,7 @@ def _runtime(context: PodContext) -> Object:
     return {
         "name": RUNTIME_CONTAINER,
         "image": context.job.spec.workers.image or context.worker_image,
-        "command": ["python", "-m", "kuberoll_workers.sandboxes.runtime", sandboxes.RUNTIME_DIRECTORY],
+        "command": ["sh", "-c", _COPY],
         "resources": _COPY_RESOURCES,
         "securityContext": security,
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -10,7 +10,7 @@ from typing import Final
 from kuberoll_api.sandboxes import SandboxAnswer
 from kuberoll_operator import names
 from kuberoll_operator.broker.pod import LEASE_ANNOTATION
-from kuberoll_operator.broker.states import answer_of
+from kuberoll_operator.broker.states import answer_of, image_of, user_of
 from kuberoll_operator.cache import Scope, version_of
 from kuberoll_operator.kube.resources import Resource
 from kuberoll_operator.model import Key, Object
@@ -30,6 +30,8 @@ class SandboxPod:
         job: Its job.
         worker: The worker that has it.
         answer: Its state.
+        image_id: Which image its main container runs, as its node names it; None: it is not known yet.
+        user: Whom that image's commands run as, if the pod has found that out.
         lease_seconds: It is removed when its worker has not been heard of for so long.
         leaving: True if it is being deleted.
         since: When the broker first saw it, in seconds of the broker's clock.
@@ -39,6 +41,8 @@ class SandboxPod:
     job: Key
     worker: str
     answer: SandboxAnswer
+    image_id: str | None
+    user: str | None
     lease_seconds: float
     leaving: bool
     since: float
@@ -119,6 +123,8 @@ class SandboxPods:
             job=Key(key[0], labels.get(names.SANDBOX_JOB_LABEL, "")),
             worker=labels.get(names.SANDBOX_WORKER_LABEL, ""),
             answer=answer_of(item),
+            image_id=image_of(item),
+            user=user_of(item),
             lease_seconds=_seconds((metadata.get("annotations") or {}).get(LEASE_ANNOTATION)),
             leaving=bool(metadata.get("deletionTimestamp")),
             since=self._clock() if known is None or known.uid != metadata["uid"] else known.since,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kuberoll_api.sandboxes import CONTAINER, SANDBOX_PORT, SandboxAnswer
+from kuberoll_operator.broker.pod import IDENTITY_CONTAINER
 from kuberoll_operator.model import condition
 
 # The kubelet tries again whatever the registry says; these answers will not change.
@@ -17,6 +18,7 @@ _NO_SUCH_IMAGE: Final = re.compile(
     r"unauthorized|forbidden|invalid reference|no match for platform",
     re.IGNORECASE,
 )
+_USER: Final = re.compile("[0-9]+:[0-9]+")
 _CHARACTERS: Final = 1000
 
 
@@ -37,6 +39,24 @@ def answer_of(pod: Mapping[str, Any]) -> SandboxAnswer:
                 return SandboxAnswer(state="Running", address=f"{host}:{SANDBOX_PORT}")
             return _answer("Waiting", "its pod has no address yet")
     return _answer("Waiting", _wait(status))
+
+
+def image_of(pod: Mapping[str, Any]) -> str | None:
+    """Which image a sandbox runs, as its node names it; None: it does not run yet."""
+    for container in _containers(pod.get("status") or {}, "containerStatuses"):
+        if container.get("name") == CONTAINER and (container.get("state") or {}).get("running"):
+            return str(container.get("imageID") or "") or None
+    return None
+
+
+def user_of(pod: Mapping[str, Any]) -> str | None:
+    """Whom the image's commands run as, `uid:gid`, if its pod has found that out."""
+    for container in _containers(pod.get("status") or {}, "initContainerStatuses"):
+        ended = (container.get("state") or {}).get("terminated") or {}
+        if container.get("name") == IDENTITY_CONTAINER and ended.get("exitCode") == 0:
+            said = str(ended.get("message") or "").strip()
+            return said if _USER.fullmatch(said) else None
+    return None
 
 
 def _answer(state: Any, reason: str) -> SandboxAnswer:

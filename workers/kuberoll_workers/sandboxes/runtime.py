@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kuberoll_api.sandboxes import RUNTIME_DIRECTORY
+from kuberoll_api.sandboxes import RUNTIME_DIRECTORY, RUNTIME_VARIABLE
 from kuberoll_workers.sandboxes import guest
 from kuberoll_workers.sandboxes.errors import SandboxUnavailable
 from kuberoll_workers.sandboxes.guest.settings import VARIABLE, Settings
@@ -30,14 +30,11 @@ from kuberoll_workers.sandboxes.guest.settings import VARIABLE, Settings
 PLACE: Final = RUNTIME_DIRECTORY
 """Where the runtime is in a sandbox."""
 
-RUNTIME_VARIABLE: Final = "KUBEROLL_SANDBOX_RUNTIME"
-"""Variable that names the directory of a runtime that was made before, as in our images."""
-
 _GUEST: Final = "kuberoll_guest"
 _PROGRAM: Final = (
     f"from {_GUEST}.server import main; from {_GUEST}.settings import from_variable; main(from_variable())"
 )
-_IDENTIFICATION: Final = f"import sys; from {_GUEST}.settings import write_identity; write_identity(sys.argv[1])"
+_IDENTIFICATION: Final = f"import sys; from {_GUEST}.settings import write_identity; write_identity(*sys.argv[1:])"
 _INTERPRETER: Final = (
     *(f"{PLACE}/ld", "--library-path", f"{PLACE}/lib", f"{PLACE}/bin/python3"),
     # Neither variables nor directories of the image have a part in it.
@@ -65,7 +62,7 @@ class Runtime:
 
     @staticmethod
     def identification() -> list[str]:
-        """The program that writes whom it runs as to the file that is to be its last argument."""
+        """The program that writes whom it runs as to the files that are to be its last arguments."""
         return [*_INTERPRETER, _IDENTIFICATION]
 
     @staticmethod

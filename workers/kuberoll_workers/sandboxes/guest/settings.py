@@ -10,6 +10,9 @@ from typing import Any, Final, NamedTuple
 VARIABLE: Final = "KUBEROLL_SANDBOX"
 """Variable that has them, as an object of JSON. Nothing in it is secret."""
 
+IDENTITY_VARIABLE: Final = "KUBEROLL_SANDBOX_USER"
+"""Variable that says whom commands run as, where whoever starts the server knows it."""
+
 
 class Settings(NamedTuple):
     """Settings of the server.
@@ -25,7 +28,7 @@ class Settings(NamedTuple):
         environment: Variables of commands.
         of_the_image: True if this process was started as the image says, user apart: its working directory and its
             variables are then those of commands, as far as these settings say nothing.
-        identity: File that says whom commands run as, if `user` is empty.
+        identity: File that says whom commands run as, if neither `user` nor `IDENTITY_VARIABLE` does.
         lease_seconds: The server ends, and with it the sandbox, when no handle has been heard of for so long.
         start_seconds: The same for the first one.
         total_seconds: It ends after this time in any case.
@@ -62,14 +65,16 @@ def from_variable() -> Settings:
     return _completed(settings) if settings.of_the_image else settings
 
 
-def write_identity(path: str) -> None:
+def write_identity(*paths: str) -> None:
     """Write whom this process runs as, for `Settings.identity`."""
-    with open(path, "w", encoding="ascii") as file:
-        file.write(f"{os.getuid()}:{os.getgid()}")
+    for path in paths:
+        with open(path, "w", encoding="ascii") as file:
+            file.write(f"{os.getuid()}:{os.getgid()}")
 
 
 def _completed(settings: Settings) -> Settings:
-    user = settings.user
+    known = os.environ.pop(IDENTITY_VARIABLE, "")
+    user = settings.user or known
     if not user and settings.identity is not None:
         with open(settings.identity, encoding="ascii") as file:
             user = file.read().strip()

@@ -35,6 +35,8 @@ from kuberoll_workers.sandboxes.pods.client import BrokerClient, BrokerUnreachab
 from kuberoll_workers.sandboxes.runtime import Runtime
 
 _IDENTITY: Final = f"{IDENTITY_DIRECTORY}/user"
+# Kubernetes' default; the broker reads it.
+_TERMINATION: Final = "/dev/termination-log"
 _LOCAL: Final = ("oci:", "docker-archive:")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 # One who is told that the container runs may be faster than its server.
@@ -212,7 +214,7 @@ class PodDriver:
             image=spec.image,
             command=Runtime.argv(),
             variables=Runtime.environment(settings),
-            identify=[] if spec.user else [*Runtime.identification(), _IDENTITY],
+            identify=[] if spec.user else [*Runtime.identification(), _IDENTITY, _TERMINATION],
             cpus=spec.cpus,
             memory=spec.memory,
             storage=spec.storage,
