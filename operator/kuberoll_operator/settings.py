@@ -1,4 +1,4 @@
-"""Settings of the operator, the same for all jobs."""
+"""Settings of the operator and of the broker, the same for all jobs."""
 
 from __future__ import annotations
 
@@ -56,18 +56,14 @@ class InvalidSettings(ValueError):
 
 
 class MissingTokenKey(ValueError):
-    """The operator has no key to derive the policies' tokens from."""
+    """There is no key to derive the tokens of jobs from."""
 
 
-class Settings(BaseModel):
-    """Settings of the operator; every field can be set by KUBEROLL_<FIELD>, lists with commas."""
+class SharedSettings(BaseModel):
+    """Settings of all processes of an installation; every field can be set by KUBEROLL_<FIELD>, lists with commas."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    generation_image: str = Field(
-        default_factory=lambda: _image("generation"),
-        description="Image of generation pods, for jobs that do not name one.",
-    )
     worker_image: str = Field(
         default_factory=lambda: _image("worker"),
         description="Image of worker and finish pods, for jobs that do not name one.",
@@ -80,6 +76,68 @@ class Settings(BaseModel):
     )
     run_as_group: int | None = Field(
         default=65532, ge=1, description="Group id of all pods; absent if the cluster chooses it (OpenShift)."
+    )
+    token_key: SecretStr | None = Field(
+        default=None,
+        description="Secret key from which, with a job's uid, the bearer tokens of its policy and of its workers are "
+        "derived. Required. Changing it invalidates the tokens of running jobs.",
+    )
+    namespaces: tuple[str, ...] = Field(default=(), description="Namespaces to watch; none: all.")
+    http_host: str = Field(default="", description="Address of /healthz, /readyz and /metrics; empty: all.")
+    http_port: Port = Field(default=8080, description="Port of /healthz, /readyz and /metrics.")
+    log_level: str = Field(default="info", description="debug, info, warning or error.")
+
+    def token_of(self, uid: str, scope: str) -> str:
+        """The bearer token of a scope, of the job with this uid.
+
+        Raises:
+            MissingTokenKey: No key is set.
+        """
+        return hmac.new(self.signing_key(), f"{uid}/{scope}".encode(), "sha256").hexdigest()
+
+    def signing_key(self) -> bytes:
+        """The key that tokens are derived from.
+
+        Raises:
+            MissingTokenKey: No key is set.
+        """
+        key = "" if self.token_key is None else self.token_key.get_secret_value().strip()
+        if not key:
+            raise MissingTokenKey(
+                f"{ENVIRONMENT_PREFIX}TOKEN_KEY: not set or empty, and without a key anybody who can read a RolloutJob "
+                "could derive the tokens of its policy; set it to a random text (the chart does so, see jobs.tokenKey)"
+            )
+        return key.encode()
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], **overrides: Any) -> Self:
+        """Settings from environment variables; `overrides` take precedence.
+
+        Raises:
+            InvalidSettings: A value is invalid; the message names the variable or the setting.
+        """
+        found: dict[str, Any] = {}
+        for name, field in cls.model_fields.items():
+            text = environment.get(ENVIRONMENT_PREFIX + name.upper())
+            if text is None:
+                continue
+            if not text and NoneType in get_args(field.annotation):
+                found[name] = None
+                continue
+            listed = isinstance(field.default, tuple)
+            found[name] = [item for item in map(str.strip, text.split(",")) if item] if listed else text
+        try:
+            return cls.model_validate({**found, **overrides})
+        except ValidationError as error:
+            raise InvalidSettings("; ".join(_mistakes(error, overrides))) from error
+
+
+class Settings(SharedSettings):
+    """Settings of the operator."""
+
+    generation_image: str = Field(
+        default_factory=lambda: _image("generation"),
+        description="Image of generation pods, for jobs that do not name one.",
     )
     fs_group: int | None = Field(
         default=65532,
@@ -143,16 +201,16 @@ class Settings(BaseModel):
         description="Whether the cluster serves extensions.agents.x-k8s.io/v1beta1 SandboxClaims; absent: detect it, "
         "repeatedly.",
     )
+    sandbox_broker: Annotated[str, StringConstraints(pattern=r"^http://[^/:\s]+:[0-9]+$")] | None = Field(
+        default=None,
+        description="Broker, which makes the pods of trajectories' sandboxes: http://HOST:PORT; absent: jobs with "
+        "sandboxes are rejected.",
+    )
     kuberay_namespace: str | None = Field(
         default=None, description="Namespace of KubeRay's operator, which may connect to Ray; absent: any namespace."
     )
     ray_version: Annotated[str, StringConstraints(pattern=r"^[0-9]+[.][0-9]+[.][0-9]+")] = Field(
         default="2.60.0", description="Version of Ray in generation images, for KubeRay."
-    )
-    token_key: SecretStr | None = Field(
-        default=None,
-        description="Secret key from which, with a job's uid, the bearer tokens of its policy are derived. Required. "
-        "Changing it invalidates the tokens of running jobs.",
     )
     progress_seconds: Seconds = Field(
         default=15.0, description="Minimum seconds between two updates of a job's progress in its status."
@@ -172,7 +230,6 @@ class Settings(BaseModel):
         description="Whether pods of workers that were deleted, and whose node does not answer, are marked as ended, "
         "so that others take their place.",
     )
-    namespaces: tuple[str, ...] = Field(default=(), description="Namespaces to watch; none: all.")
     leader_election: bool = Field(default=True, description="Reconcile only while holding the lease.")
     lease_name: str = Field(default="kuberoll-operator", description="Name of the lease.")
     lease_namespace: str = Field(default="kuberoll-system", description="Namespace of the lease: the operator's own.")
@@ -190,59 +247,12 @@ class Settings(BaseModel):
     resync_seconds: Seconds = Field(
         default=1800.0, description="Seconds after which every job is reconciled again, even without a change."
     )
-    http_host: str = Field(default="", description="Address of /healthz, /readyz and /metrics; empty: all.")
-    http_port: Port = Field(default=8080, description="Port of /healthz, /readyz and /metrics.")
-    log_level: str = Field(default="info", description="debug, info, warning or error.")
 
     @model_validator(mode="after")
     def _one_model_cache(self) -> Self:
         if self.model_cache_host_path is not None and self.model_cache_claim is not None:
             raise ValueError("model_cache_host_path and model_cache_claim: set one of them")
         return self
-
-    def token_of(self, uid: str, scope: str) -> str:
-        """The bearer token of a scope, for the policy of the job with this uid.
-
-        Raises:
-            MissingTokenKey: No key is set.
-        """
-        return hmac.new(self.signing_key(), f"{uid}/{scope}".encode(), "sha256").hexdigest()
-
-    def signing_key(self) -> bytes:
-        """The key that tokens are derived from.
-
-        Raises:
-            MissingTokenKey: No key is set.
-        """
-        key = "" if self.token_key is None else self.token_key.get_secret_value().strip()
-        if not key:
-            raise MissingTokenKey(
-                f"{ENVIRONMENT_PREFIX}TOKEN_KEY: not set or empty, and without a key anybody who can read a RolloutJob "
-                "could derive the tokens of its policy; set it to a random text (the chart does so, see jobs.tokenKey)"
-            )
-        return key.encode()
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str], **overrides: Any) -> Self:
-        """Settings from environment variables; `overrides` take precedence.
-
-        Raises:
-            InvalidSettings: A value is invalid; the message names the variable or the setting.
-        """
-        found: dict[str, Any] = {}
-        for name, field in cls.model_fields.items():
-            text = environment.get(ENVIRONMENT_PREFIX + name.upper())
-            if text is None:
-                continue
-            if not text and NoneType in get_args(field.annotation):
-                found[name] = None
-                continue
-            listed = isinstance(field.default, tuple)
-            found[name] = [item for item in map(str.strip, text.split(",")) if item] if listed else text
-        try:
-            return cls.model_validate({**found, **overrides})
-        except ValidationError as error:
-            raise InvalidSettings("; ".join(_mistakes(error, overrides))) from error
 
 
 def _mistakes(error: ValidationError, overrides: Mapping[str, Any]) -> Iterator[str]:

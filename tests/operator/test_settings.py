@@ -17,8 +17,8 @@ def test_a_variable_that_cannot_be_used_is_named() -> None:
     with pytest.raises(InvalidSettings) as refused:
         Settings.from_environment({"KUBEROLL_KUEUE": "/usr/bin/kueue"}, http_port=0)
     assert str(refused.value) == (
-        "environment variable KUBEROLL_KUEUE: Input should be a valid boolean, unable to interpret input, "
-        "found '/usr/bin/kueue'; http_port: Input should be greater than or equal to 1, found 0"
+        "http_port: Input should be greater than or equal to 1, found 0; environment variable KUBEROLL_KUEUE: Input "
+        "should be a valid boolean, unable to interpret input, found '/usr/bin/kueue'"
     )
 
 
@@ -37,3 +37,11 @@ def test_a_model_cache_is_in_one_place_and_has_a_size_in_bytes() -> None:
     for name, value in (("SIZE", "much"), ("SIZE", "0"), ("HOST_PATH", "models"), ("HOST_PATH", "/")):
         with pytest.raises(InvalidSettings, match=f"KUBEROLL_MODEL_CACHE_{name}"):
             Settings.from_environment({f"KUBEROLL_MODEL_CACHE_{name}": value})
+
+
+def test_a_broker_is_an_address() -> None:
+    broker = "http://kuberoll-broker.kuberoll-system.svc:8790"
+    assert Settings.from_environment({"KUBEROLL_SANDBOX_BROKER": broker}).sandbox_broker == broker
+    assert Settings.from_environment({"KUBEROLL_SANDBOX_BROKER": ""}).sandbox_broker is None
+    with pytest.raises(InvalidSettings, match="KUBEROLL_SANDBOX_BROKER"):
+        Settings.from_environment({"KUBEROLL_SANDBOX_BROKER": f"{broker}/v1"})
