@@ -26,6 +26,12 @@ BROKER_VARIABLE: Final = "KUBEROLL_SANDBOX_BROKER"
 TOKEN_VARIABLE: Final = "KUBEROLL_TOKEN_SANDBOXES"
 """Variable of workers with the bearer token of their job at the broker."""
 
+DRIVER_VARIABLE: Final = "KUBEROLL_SANDBOX_DRIVER"
+"""Variable of workers with the driver that makes their sandboxes."""
+
+PODS: Final = "pods"
+"""The driver that asks the broker for them."""
+
 TOKEN_SCOPE: Final = "sandboxes"
 """What the token is derived for, beside the scopes of the policy."""
 

@@ -13,7 +13,6 @@ from kuberoll_api import conditions, contract
 from kuberoll_api.conditions import Reason
 from kuberoll_api.contract import FinishMessage
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_api.model.sandboxes import NO_CLUSTER
 from kuberoll_api.output_claims import claim_problem
 from kuberoll_api.output_location import InvalidOutput, output_of
 from kuberoll_operator import names, queueing
@@ -37,6 +36,8 @@ from kuberoll_operator.model import Key, Object, Observed, Ref, condition, index
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.policy_access import policy_access_problem
+from kuberoll_operator.render.sandbox_quota import quota_problem
+from kuberoll_operator.render.sandboxes import any_network, sandbox_problem, sandboxed
 from kuberoll_operator.render.servers import claim_names, claimed, deployed, served
 from kuberoll_operator.servers import ServerState, server_states, service_states, unready
 from kuberoll_operator.settings import Settings
@@ -272,9 +273,11 @@ def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | Non
         output_of(job.spec.output.uri)
     except InvalidOutput as error:
         return str(error)
-    for number, spec in enumerate(job.spec.environments):
-        if spec.sandbox is not None:
-            return f"spec.environments[{number}].sandbox: {NO_CLUSTER}"
+    if (problem := sandbox_problem(job, settings)) is not None:
+        return problem
+    queued = queueing.queue_of(job, settings) is not None
+    if queued and (problem := quota_problem(job.spec.environments)) is not None:
+        return problem
     for number, spec in served(job):
         if spec.used_services:
             return (
@@ -421,6 +424,11 @@ def workload_ref(job: RolloutJob) -> Ref:
     return Ref("kueue.x-k8s.io/v1beta2", "Workload", names.workload(job.metadata.name))
 
 
+def sandboxes_with_network_ref(job: RolloutJob) -> Ref:
+    """Reference to the NetworkPolicy of sandboxes that reach everything."""
+    return Ref("networking.k8s.io/v1", "NetworkPolicy", names.sandboxes_with_network(job.metadata.name))
+
+
 def workload_of(job: RolloutJob, raw: Object, observed: Observed) -> Object | None:
     """The job's own Workload; None if there is none."""
     live = observed.get("Workload", names.workload(job.metadata.name))
@@ -470,6 +478,10 @@ def child_refs(job: RolloutJob, backend: Backend) -> list[Ref]:
             Ref("networking.k8s.io/v1", "NetworkPolicy", names.service(name, number)),
             Ref("v1", "Service", names.service(name, number)),
         ]
+    if any(True for _ in sandboxed(job)):
+        refs.append(Ref("networking.k8s.io/v1", "NetworkPolicy", names.sandboxes(name)))
+    if any_network(job):
+        refs.append(sandboxes_with_network_ref(job))
     if backend.in_job:
         refs += [
             Ref("networking.k8s.io/v1", "NetworkPolicy", names.generation(name)),

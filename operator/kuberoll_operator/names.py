@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from kuberoll_api.contract import ENVIRONMENT_PORT, GENERATION_PORT, SERVICE_PORT
@@ -54,6 +55,13 @@ SANDBOX_NETWORK_LABEL: Final = "kuberoll.io/sandbox-network"
 
 BROKER: Final = "kuberoll-broker"
 """Field manager of sandboxes' pods, and their `app.kubernetes.io/managed-by`."""
+
+# Not the name, which an installation may change.
+BROKER_SELECTOR: Final[Mapping[str, str]] = {
+    "app.kubernetes.io/component": "broker",
+    "app.kubernetes.io/part-of": "kuberoll",
+}
+"""Labels that select the broker's pods, in the namespace of the installation."""
 
 DIGEST: Final = "kuberoll.io/digest"
 """Annotation of a child: digest of the object as it was rendered."""
@@ -135,6 +143,11 @@ def access(job: str, name: str) -> str:
 def access_tokens(job: str, digest: str) -> str:
     """Name of the Secret with the tokens of all pods outside the job, with a digest of them: what replicas accept."""
     return f"{job}-tokens-access-{digest[:10]}"
+
+
+def sandbox_token(job: str, digest: str) -> str:
+    """Name of the Secret with the workers' token at the broker; it contains a digest of it."""
+    return f"{job}-sandbox-token-{digest[:10]}"
 
 
 def environment_selector(job: str, name: str) -> dict[str, str]:
@@ -250,6 +263,11 @@ def selector_text(job: str, component: str) -> str:
 def sandboxes(job: str) -> str:
     """Name of the NetworkPolicy of the job's sandboxes."""
     return f"{job}-sandboxes"
+
+
+def sandboxes_with_network(job: str) -> str:
+    """Name of the NetworkPolicy of those that reach everything."""
+    return f"{job}-sandboxes-all"
 
 
 def sandbox_selector(job: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 from kuberoll_api import conditions, contract
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.output_claims import is_of_one_node
+from kuberoll_api.sandboxes import TOKEN_SCOPE
 from kuberoll_operator import names, queueing, render
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.pods import (
@@ -26,6 +27,7 @@ from kuberoll_operator.facts import (
     is_at_rest,
     is_dying,
     is_ours,
+    sandboxes_with_network_ref,
     spec_problem,
     workload_of,
     workload_ref,
@@ -118,6 +120,7 @@ def render_context(facts: Facts) -> RenderContext:
             entry.name: settings.token_of(raw["metadata"]["uid"], f"access/{entry.name}")
             for entry in job.spec.generation.access
         },
+        sandboxes_token=settings.token_of(raw["metadata"]["uid"], TOKEN_SCOPE),
     )
 
 
@@ -151,6 +154,7 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
         *render.build_service_secret(context),
         *render.build_policy_access(context),
         *render.build_access_secrets(context),
+        *render.build_sandbox_secret(context),
         render.build_config(context),
         *render.build_environment_fixtures(context),
         *render.build_service_fixtures(context),
@@ -158,7 +162,8 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
         *backend.fixtures(context),
         render.build_workers_service(context),
     ]
-    outdated: list[Ref] = []
+    # Before it was suspended, the job may have allowed its sandboxes more.
+    outdated = [] if render.any_network(job) else [sandboxes_with_network_ref(job)]
     if facts.stage not in STOPPED:
         children += [
             keep_shape(wanted, observed.get("Deployment", wanted["metadata"]["name"]), MUTABLE_SERVERS)

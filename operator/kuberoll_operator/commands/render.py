@@ -95,6 +95,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         service_tokens={service.name: TOKEN for service in job.spec.services},
         servers_token=TOKEN,
         access_tokens={entry.name: TOKEN for entry in job.spec.generation.access},
+        sandboxes_token=TOKEN,
     )
     at_once = "created at once, and kept until the RolloutJob is deleted"
     first = "created before the engines, and whenever the job is resumed; deleted when its pod has succeeded"
@@ -127,6 +128,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         *((at_once, child) for child in built.build_service_secret(context)),
         *((at_once, child) for child in built.build_policy_access(context)),
         *((at_once, child) for child in built.build_access_secrets(context)),
+        *((at_once, child) for child in built.build_sandbox_secret(context)),
         (at_once, built.build_config(context)),
         *((at_once, child) for child in built.build_environment_fixtures(context)),
         *((at_once, child) for child in built.build_service_fixtures(context)),

@@ -21,6 +21,7 @@ from kuberoll_operator.render.objects import seal
 from kuberoll_operator.render.policy_access import build_policy_access
 from kuberoll_operator.render.rayservice import build_rayservice
 from kuberoll_operator.render.sandbox_quota import sandbox_pod_sets
+from kuberoll_operator.render.sandboxes import any_network, build_sandbox_secret
 from kuberoll_operator.render.servers import build_environment_secret
 from kuberoll_operator.render.service_tokens import build_service_secret
 from kuberoll_operator.render.services import build_service_deployments, build_service_fixtures, service_pod_sets
@@ -31,6 +32,7 @@ from kuberoll_operator.render.workload import Priority, build_workload
 __all__ = [
     "Priority",
     "RenderContext",
+    "any_network",
     "build_access_secrets",
     "build_check_job",
     "build_config",
@@ -45,6 +47,7 @@ __all__ = [
     "build_policy_access",
     "build_rayservice",
     "build_sandbox_claims",
+    "build_sandbox_secret",
     "build_service_deployments",
     "build_service_fixtures",
     "build_service_secret",

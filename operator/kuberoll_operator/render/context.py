@@ -45,6 +45,7 @@ class RenderContext:
         service_tokens: API keys of services, by the service's name.
         servers_token: Bearer token of the policy for environments' servers; it can only generate.
         access_tokens: Bearer tokens of the policy for pods outside the job, by the name of their entry in `access`.
+        sandboxes_token: Bearer token of the workers at the broker of sandboxes.
         assignments: Constraints from the admission, by pod set; empty without a queue.
         together: True if all workers have to be on one node, since the output's volume is.
     """
@@ -60,6 +61,7 @@ class RenderContext:
     service_tokens: Mapping[str, str] = field(default_factory=dict)
     servers_token: str = field(default="", repr=False)
     access_tokens: Mapping[str, str] = field(default_factory=dict, repr=False)
+    sandboxes_token: str = field(default="", repr=False)
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
     together: bool = False
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from kuberoll_api import contract
+from kuberoll_api import contract, sandboxes
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.services import ModelService
 from kuberoll_operator import names
@@ -14,6 +14,7 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.render.access import access_rules, policy_ports
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import tcp
+from kuberoll_operator.render.sandboxes import any_network, sandboxed
 from kuberoll_operator.render.servers import claimed, deployed, served, servers_of
 
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]
@@ -40,13 +41,15 @@ def build_network_policies(context: RenderContext) -> list[Object]:
     """The job's NetworkPolicies.
 
     <job>-workers for all pods with the workers' options, <job>-generation for our own policy, and <job>-env-<number>
-    for the server pods of each environment that has some, <job>-service-<number> for each service.
+    for the server pods of each environment that has some, <job>-service-<number> for each service, <job>-sandboxes for
+    trajectories' sandboxes, and <job>-sandboxes-all for those of them that reach everything.
     """
     return [
         _workers(context),
         *([_generation(context)] if context.hosting.in_job else []),
         *(_environment(context, number, spec) for number, spec in served(context.job)),
         *(_service(context, number, service) for number, service in enumerate(context.job.spec.services)),
+        *_sandboxes(context),
     ]
 
 
@@ -57,15 +60,20 @@ def _workers(context: RenderContext) -> Object:
         egress.append({"ports": policy_ports(context), "to": [pods]})
     if any(True for _ in served(context.job)):
         servers = {"podSelector": {"matchLabels": names.selector(context.name, names.ENVIRONMENT)}}
-        sandboxes = {"podSelector": {"matchLabels": {names.CLAIMED_JOB_LABEL: context.name}}}
+        claims = {"podSelector": {"matchLabels": {names.CLAIMED_JOB_LABEL: context.name}}}
         peers = [
             *([servers] if any(True for _ in deployed(context.job)) else []),
-            *([sandboxes] if any(True for _ in claimed(context.job)) else []),
+            *([claims] if any(True for _ in claimed(context.job)) else []),
         ]
         egress.append({"ports": [tcp(contract.ENVIRONMENT_PORT)], "to": peers})
     if context.job.spec.services:
         models = {"podSelector": {"matchLabels": names.selector(context.name, names.SERVICE)}}
         egress.append({"ports": [tcp(contract.SERVICE_PORT)], "to": [models]})
+    if any(True for _ in sandboxed(context.job)):
+        broker = {**_ANYWHERE_INSIDE[0], "podSelector": {"matchLabels": dict(names.BROKER_SELECTOR)}}
+        machines = {"podSelector": {"matchLabels": names.sandbox_selector(context.name)}}
+        egress.append({"ports": [tcp(sandboxes.BROKER_PORT)], "to": [broker]})
+        egress.append({"ports": [tcp(sandboxes.SANDBOX_PORT)], "to": [machines]})
     ports, named = {*context.settings.egress_ports}, _ports_of(context)
     without = context.settings.egress_except
     if without:
@@ -181,6 +189,32 @@ def _environment(context: RenderContext, number: int, spec: Environment) -> Obje
             "ingress": [{"ports": [tcp(contract.ENVIRONMENT_PORT)], "from": [peers]}],
         },
     )
+
+
+def _sandboxes(context: RenderContext) -> list[Object]:
+    """Trajectories' sandboxes: the job's workers enter, and nothing is reached but from those with network `All`.
+
+    What workers tell the server inside to forward comes in by the same connections.
+    """
+    if not any(True for _ in sandboxed(context.job)):
+        return []
+    selector, name = names.sandbox_selector(context.name), names.sandboxes(context.name)
+    workers = {"podSelector": {"matchLabels": names.selector(context.name, names.WORKERS)}}
+    closed = {
+        "podSelector": {"matchLabels": selector},
+        "policyTypes": ["Egress", "Ingress"],
+        "egress": [],
+        "ingress": [{"ports": [tcp(sandboxes.SANDBOX_PORT)], "from": [workers]}],
+    }
+    found = [_policy(context, name, names.SANDBOX, closed)]
+    if any_network(context.job):
+        opened = {
+            "podSelector": {"matchLabels": {**selector, names.SANDBOX_NETWORK_LABEL: "All"}},
+            "policyTypes": ["Egress"],
+            "egress": [{"to": _anywhere(context.settings.egress_except)}],
+        }
+        found.append(_policy(context, names.sandboxes_with_network(context.name), names.SANDBOX, opened))
+    return found
 
 
 def _anywhere(without: Collection[str]) -> list[Object]:

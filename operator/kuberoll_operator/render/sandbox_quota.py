@@ -1,18 +1,16 @@
-"""Quota of trajectories' sandboxes, and the nodes that it is on."""
+"""Quota of trajectories' sandboxes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kuberoll_api.model.environments import Environment
-from kuberoll_api.sandboxes import CONTAINER, PLACEMENT_VARIABLE, Placement
+from kuberoll_api.sandboxes import CONTAINER
 from kuberoll_operator.model import Object
 from kuberoll_operator.quantities import number_of
 from kuberoll_operator.render.context import RenderContext
+from kuberoll_operator.render.sandboxes import POD_SET
 from kuberoll_operator.render.workload import PodSet
-
-POD_SET = "sandboxes"
-"""Name of the pod set of a job's sandboxes."""
 
 
 def sandbox_pod_sets(context: RenderContext) -> list[PodSet]:
@@ -39,14 +37,3 @@ def quota_problem(environments: list[Environment]) -> str | None:
                 "sandboxes, so that they must have limits of cpu and memory"
             )
     return None
-
-
-def placement_variables(context: RenderContext) -> list[dict[str, Any]]:
-    """Variable of worker pods with the nodes that the sandboxes' quota is on; none without a queue."""
-    assignment = context.assignments.get(POD_SET)
-    if assignment is None or not (assignment.node_selector or assignment.tolerations):
-        return []
-    placement = Placement(
-        node_selector=dict(assignment.node_selector), tolerations=[dict(item) for item in assignment.tolerations]
-    )
-    return [{"name": PLACEMENT_VARIABLE, "value": placement.model_dump_json(by_alias=True)}]

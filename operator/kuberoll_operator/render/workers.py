@@ -20,6 +20,7 @@ from kuberoll_operator.render.pods import (
     pod_template,
     spread,
 )
+from kuberoll_operator.render.sandboxes import sandbox_variables
 from kuberoll_operator.render.servers import environment_token_variables
 from kuberoll_operator.render.service_tokens import service_variables
 from kuberoll_operator.render.tokens import token_variables
@@ -51,6 +52,7 @@ def worker_template(context: RenderContext, component: str, *, arguments: Sequen
             POD_IP,
             *token_variables(context, "generate"),
             *environment_token_variables(context),
+            *sandbox_variables(context),
             *((*direct_token_variables(context), *service_variables(context)) if component == names.WORKERS else ()),
         ],
         volumes=volumes,

@@ -1,0 +1,21 @@
+"""Images of sandboxes that pods cannot have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from kuberoll_api.model.sandboxes import Sandbox
+
+_OF_ONE_MACHINE: Final = ("oci:", "docker-archive:")
+
+
+def unpullable(sandbox: Sandbox) -> Iterator[tuple[str, str]]:
+    """Fields of a sandbox that name an image of one machine's disk, each with the reason and the remedy."""
+    for field, image in (("image", sandbox.image), ("builtImages", sandbox.built_images)):
+        if image is not None and image.startswith(_OF_ONE_MACHINE):
+            yield (
+                field,
+                f"{image} is on the disk of one machine, and pods pull their images from registries; push it to one "
+                "(`kuberoll images build --push`), and name it there",
+            )

@@ -1,0 +1,96 @@
+"""What a job's workers need to have sandboxes, of which the broker makes the pods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.sandboxes import Sandbox
+from kuberoll_api.sandbox_images import unpullable
+from kuberoll_api.sandboxes import (
+    BROKER_VARIABLE,
+    DRIVER_VARIABLE,
+    PLACEMENT_VARIABLE,
+    PODS,
+    TOKEN_SCOPE,
+    TOKEN_VARIABLE,
+    Placement,
+)
+from kuberoll_operator import names
+from kuberoll_operator.model import Object
+from kuberoll_operator.render.context import RenderContext
+from kuberoll_operator.render.objects import digest
+from kuberoll_operator.settings import Settings
+
+POD_SET: Final = "sandboxes"
+"""Name of the pod set of a job's sandboxes."""
+
+
+def sandboxed(job: RolloutJob) -> Iterator[tuple[int, Sandbox]]:
+    """What is said of the sandboxes of each environment that has some, with its number."""
+    for number, spec in enumerate(job.spec.environments):
+        if spec.sandbox is not None:
+            yield number, spec.sandbox
+
+
+def any_network(job: RolloutJob) -> bool:
+    """True if some of its sandboxes may reach everything."""
+    return any(sandbox.network is not None and sandbox.network.mode == "All" for _, sandbox in sandboxed(job))
+
+
+def sandbox_problem(job: RolloutJob, settings: Settings) -> str | None:
+    """Reason why a job's sandboxes cannot be pods of this cluster, with the field and the remedy; None if they can."""
+    for number, sandbox in sandboxed(job):
+        place = f"spec.environments[{number}].sandbox"
+        if settings.sandbox_broker is None:
+            return (
+                f"{place}: this installation makes no pods for sandboxes; set sandboxes.enabled: true in the values of "
+                "its chart, or play the job on one machine with `kuberoll run`"
+            )
+        for field, problem in unpullable(sandbox):
+            return f"{place}.{field}: {problem}"
+    return None
+
+
+def build_sandbox_secret(context: RenderContext) -> list[Object]:
+    """Secret <job>-sandbox-token-<digest>, with the workers' token at the broker; none without sandboxes."""
+    if not any(True for _ in sandboxed(context.job)):
+        return []
+    child = context.child("v1", "Secret", _secret(context), names.TOKENS)
+    return [{**child, "immutable": True, "type": "Opaque", "stringData": _tokens(context)}]
+
+
+def sandbox_variables(context: RenderContext) -> list[dict[str, Any]]:
+    """Variables of worker pods by which they have sandboxes; none without any."""
+    if not any(True for _ in sandboxed(context.job)):
+        return []
+    token = {"secretKeyRef": {"name": _secret(context), "key": TOKEN_SCOPE}}
+    return [
+        {"name": DRIVER_VARIABLE, "value": PODS},
+        {
+            "name": BROKER_VARIABLE,
+            "value": f"{context.settings.sandbox_broker}/v1/jobs/{context.namespace}/{context.name}",
+        },
+        {"name": TOKEN_VARIABLE, "valueFrom": token},
+        *_placement(context),
+    ]
+
+
+def _placement(context: RenderContext) -> list[dict[str, Any]]:
+    """Variable with the nodes that the sandboxes' quota is on; none without a queue."""
+    assignment = context.assignments.get(POD_SET)
+    if assignment is None or not (assignment.node_selector or assignment.tolerations):
+        return []
+    placement = Placement(
+        node_selector=dict(assignment.node_selector), tolerations=[dict(item) for item in assignment.tolerations]
+    )
+    return [{"name": PLACEMENT_VARIABLE, "value": placement.model_dump_json(by_alias=True)}]
+
+
+def _tokens(context: RenderContext) -> dict[str, str]:
+    return {TOKEN_SCOPE: context.sandboxes_token}
+
+
+def _secret(context: RenderContext) -> str:
+    return names.sandbox_token(context.name, digest(_tokens(context)))
