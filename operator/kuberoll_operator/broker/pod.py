@@ -177,7 +177,7 @@ def _main(request: SandboxRequest, options: Sandbox, context: PodContext) -> Obj
         mounts += [{"name": name, "mountPath": path} for name, path in _WRITABLE.items()]
     made = _of_the_image(request, context) | {
         "name": sandboxes.CONTAINER,
-        "command": list(request.command),
+        "command": [_plain(word) for word in request.command],
         "env": [{"name": name, "value": _plain(text)} for name, text in sorted(request.variables.items())],
         "ports": [{"name": sandboxes.CONTAINER, "containerPort": sandboxes.SANDBOX_PORT}],
         "securityContext": {
@@ -219,7 +219,7 @@ def _identity(request: SandboxRequest, context: PodContext) -> Object:
     """Runs as the image says, and notes who that is: a pod's own settings would hide it."""
     return _of_the_image(request, context) | {
         "name": IDENTITY_CONTAINER,
-        "command": list(request.identify),
+        "command": [_plain(word) for word in request.identify],
         "env": [{"name": name, "value": ""} for name in ("GLIBC_TUNABLES", "LD_AUDIT", "LD_PRELOAD")],
         "resources": _COPY_RESOURCES,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -269,5 +269,5 @@ def _name_service(request: SandboxRequest) -> Mapping[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """A variable's text, in which Kubernetes would replace `$(NAME)`."""
-    return text.replace("$(", "$$(")
+    """A text in which Kubernetes replaces nothing: not `$(NAME)`, and not `$$`, which it makes one `$`."""
+    return text.replace("$", "$$")
