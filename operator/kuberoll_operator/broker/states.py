@@ -18,6 +18,8 @@ _NO_SUCH_IMAGE: Final = re.compile(
     r"unauthorized|forbidden|invalid reference|no match for platform",
     re.IGNORECASE,
 )
+# Names may consist of any words; messages have them in quotation marks, and without their registry, too.
+_QUOTED: Final = re.compile(r'"[^"]*"')
 _USER: Final = re.compile("[0-9]+:[0-9]+")
 _CHARACTERS: Final = 1000
 
@@ -33,7 +35,13 @@ def answer_of(pod: Mapping[str, Any]) -> SandboxAnswer:
     if (refused := _refusal(status)) is not None:
         return _answer("Refused", refused)
     for container in _containers(status, "containerStatuses"):
-        if container.get("name") == CONTAINER and (container.get("state") or {}).get("running"):
+        if container.get("name") != CONTAINER:
+            continue
+        state = container.get("state") or {}
+        if state.get("terminated"):
+            # The pod's phase follows later.
+            return _answer("Ended", _end(status))
+        if state.get("running"):
             if address := status.get("podIP"):
                 host = f"[{address}]" if ":" in address else address
                 return SandboxAnswer(state="Running", address=f"{host}:{SANDBOX_PORT}")
@@ -82,13 +90,20 @@ def _refusal(status: Mapping[str, Any]) -> str | None:
     for container in _all(status):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
-        if reason in _NEVER or (reason in _PULLS and _NO_SUCH_IMAGE.search(message)):
-            image = container.get("image")
+        image = str(container.get("image") or "")
+        if reason in _NEVER or (reason in _PULLS and _is_missing(image, message)):
             return (
                 f"the node cannot have the image {image} of container {container.get('name')} ({reason}): {message}; a "
                 "private registry needs imagePullSecrets in sandbox.podTemplate"
             )
     return None
+
+
+def _is_missing(image: str, message: str) -> bool:
+    words = _QUOTED.sub("", message)
+    for name in filter(None, (image, image.partition("/")[2], image.rpartition("/")[2])):
+        words = words.replace(name, "")
+    return _NO_SUCH_IMAGE.search(words) is not None
 
 
 def _wait(status: Mapping[str, Any]) -> str:
