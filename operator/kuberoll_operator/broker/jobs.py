@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +17,17 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.removed import without_removed
 from kuberoll_operator.broker.pod import PodContext
 from kuberoll_operator.kube.client import Client
+from kuberoll_operator.kube.errors import ApiError
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS
 from kuberoll_operator.model import Key, Object, is_true, status_of
 
 # A job that is over, or has another owner, is noticed so much later; its workers are being ended then anyway.
 KEPT_SECONDS: Final = 10.0
+# Whoever has a wrong token does not make the broker ask more often.
+_FRESH_SECONDS: Final = 1.0
 _MOST_KEPT: Final = 10_000
+# Names become parts of paths.
+_NAME: Final = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 
 class UnknownWorker(Exception):
@@ -58,6 +65,7 @@ class Jobs:
         self._client, self._token_of, self._context = client, token_of, context
         self._namespaces, self._clock = frozenset(namespaces), clock
         self._jobs: dict[Key, _Read] = {}
+        self._reading: dict[Key, asyncio.Task[_Read]] = {}
 
     async def find(self, key: Key, token: str) -> Object:
         """The job of a worker.
@@ -67,12 +75,11 @@ class Jobs:
             ApiError: The job cannot be read.
         """
         raw = None
-        if not self._namespaces or key.namespace in self._namespaces:
-            raw = await self._read(key)
-            if raw is not None and not self._knows(raw, token):
+        if self._may_exist(key):
+            raw = await self._read(key, KEPT_SECONDS)
+            if raw is None or not self._knows(raw, token):
                 # There may be another job of this name by now.
-                self._jobs.pop(key, None)
-                raw = await self._read(key)
+                raw = await self._read(key, _FRESH_SECONDS)
         if raw is None or not self._knows(raw, token):
             raise UnknownWorker(f"{key.namespace}/{key.name}: there is no such job, or the token is not its own")
         return raw
@@ -100,12 +107,33 @@ class Jobs:
         wanted = self._token_of(str(raw["metadata"]["uid"]))
         return hmac.compare_digest(wanted.encode(), token.encode(errors="surrogateescape"))
 
-    async def _read(self, key: Key) -> Object | None:
+    def _may_exist(self, key: Key) -> bool:
+        is_watched = not self._namespaces or key.namespace in self._namespaces
+        return is_watched and all(_NAME.fullmatch(name) for name in key)
+
+    async def _read(self, key: Key, seconds: float) -> Object | None:
+        """A job, as it was at most so many seconds ago; or as it was, while the API server does not answer.
+
+        Workers have their sandboxes meanwhile, and go on to say so.
+        """
         known = self._jobs.get(key)
-        if known is None or self._clock() - known.at > KEPT_SECONDS:
-            if len(self._jobs) >= _MOST_KEPT:
-                self._jobs.clear()
-            known = _Read(await self._client.get(ROLLOUT_JOBS, key.namespace, key.name), self._clock())
-            if known.raw is not None:
-                self._jobs[key] = known
-        return known.raw
+        if known is not None and self._clock() - known.at <= seconds:
+            return known.raw
+        # All who ask at once wait for one answer.
+        reading = self._reading.get(key)
+        if reading is None:
+            reading = self._reading[key] = asyncio.create_task(self._fetch(key))
+            reading.add_done_callback(lambda _: self._reading.pop(key))
+        try:
+            return (await asyncio.shield(reading)).raw
+        except ApiError:
+            if known is None or known.raw is None:
+                raise
+            return known.raw
+
+    async def _fetch(self, key: Key) -> _Read:
+        found = _Read(await self._client.get(ROLLOUT_JOBS, key.namespace, key.name), self._clock())
+        if len(self._jobs) >= _MOST_KEPT:
+            self._jobs.clear()
+        self._jobs[key] = found
+        return found
