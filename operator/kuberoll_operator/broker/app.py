@@ -77,7 +77,8 @@ class BrokerApp:
                 lease_seconds=settings.lease_seconds,
             )
             served = [
-                *BrokerRoutes(broker, jobs, lambda: not watches.unsynced()).routes(),
+                # Who asks one that ends is to ask the next one.
+                *BrokerRoutes(broker, jobs, lambda: not watches.unsynced() and not broker.closed).routes(),
                 *routes(health, metrics.registry),
             ]
             port = await stack.enter_async_context(

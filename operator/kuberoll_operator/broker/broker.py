@@ -13,12 +13,14 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kuberoll_api import sandboxes
 from kuberoll_api.sandboxes import SandboxAnswer, SandboxRequest
 from kuberoll_operator.broker.pod import PodContext, build_pod, pod_name, problem
-from kuberoll_operator.broker.pods import PodKey, SandboxPod, SandboxPods
+from kuberoll_operator.broker.pods import PodKey, SandboxPod, SandboxPods, is_sandbox_of
+from kuberoll_operator.broker.room import Room
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, QuotaExceeded, TooMany
 from kuberoll_operator.kube.resources import PODS
@@ -31,6 +33,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 # A worker's list may cross a request of its own.
 _CROSSING_SECONDS: Final = 3 * sandboxes.RENEW_SECONDS
 _SPREAD: Final = 0.25
+_LONGEST_RETRY: Final = 60.0
+_REMOVALS: Final = 16
 _MOST_IMAGES: Final = 100_000
 # Longer than any request is under way.
 _MEMORY_SECONDS: Final = 900.0
@@ -45,22 +49,45 @@ class _ImageUser(NamedTuple):
     user: str
 
 
-class _Lease:
-    """A sandbox that a worker wants, until it has given it back."""
+@dataclass(slots=True)
+class _Worker:
+    """What is known of a worker.
 
-    def __init__(self, key: PodKey, context: PodContext, sandbox: str, request: SandboxRequest) -> None:
-        self.key, self.context, self.sandbox, self.request = key, context, sandbox, request
+    Attributes:
+        heard: When it was last heard of.
+        has: The sandboxes that it last said it has.
+    """
+
+    heard: float
+    has: frozenset[str] = frozenset()
+
+
+class _Lease:
+    """A sandbox that a worker wants, until it has given it back.
+
+    Attributes:
+        asked: When its worker last asked for it.
+    """
+
+    def __init__(self, key: PodKey, context: PodContext, sandbox: str, request: SandboxRequest, asked: float) -> None:
+        self.key, self.context, self.sandbox, self.request, self.asked = key, context, sandbox, request, asked
         self.answer = SandboxAnswer(state="Waiting", reason="it waits for its turn to be made")
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
-        self.is_made = False
+        self.is_made = self.waits_for_room = False
         self.image_user: _ImageUser | None = None
 
     def say(self, answer: SandboxAnswer) -> None:
-        """Note its state."""
+        """Note its state; what has once come to something does not wait again."""
+        if answer.state == "Waiting" and self.changed.is_set():
+            return
         self.answer = answer
         if answer.state != "Waiting":
             self.changed.set()
+
+    def wait(self, reason: str) -> None:
+        """Note what it waits for."""
+        self.say(SandboxAnswer(state="Waiting", reason=reason))
 
 
 class Broker:
@@ -69,6 +96,9 @@ class Broker:
     Args:
         starts: Pods that may be starting at a time.
         starts_per_job: The same of one job.
+
+    Attributes:
+        closed: True once it makes and removes nothing any more.
     """
 
     def __init__(
@@ -82,23 +112,28 @@ class Broker:
         self.pods = SandboxPods(self._seen, clock=clock)
         self._client, self._clock = client, clock
         self._leases: dict[PodKey, _Lease] = {}
-        self._heard: dict[tuple[Key, str], float] = {}
+        self._workers: dict[tuple[Key, str], _Worker] = {}
         self._began = clock()
+        self.closed = False
         self._starts = asyncio.Semaphore(starts)
         self._starts_of: defaultdict[Key, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(starts_per_job))
         self._events: defaultdict[PodKey, asyncio.Event] = defaultdict(asyncio.Event)
-        self._room: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._not_before = 0.0
-        # What was given back: a pod of this name may still be on its way.
-        self._returned: dict[PodKey, float] = {}
-        self._users: dict[str, _ImageUser] = {}
+        self._rooms: defaultdict[str, Room] = defaultdict(Room)
+        self._not_before = clock()
+        # What was given back, by its job and the name of its pod, which may still be on its way.
+        self._returned: dict[tuple[Key, str], float] = {}
+        # Pods, by uid, whose deletion was asked for: one that is granted is not asked for again.
+        self._deleted: dict[str, float] = {}
+        self._removals = asyncio.Semaphore(_REMOVALS)
+        # Of one job: whoever can name the image of another could tell anything of it.
+        self._users: dict[tuple[str, str], _ImageUser] = {}
         self.made: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
 
     def states(self) -> Counter[str]:
         """Number of sandboxes by state; those that wait for their turn are among the waiting."""
         found: Counter[str] = Counter(pod.answer.state for _, pod in self.pods.all())
-        found["Waiting"] += sum(not lease.is_made for lease in self._leases.values())
+        found.update(lease.answer.state for lease in self._leases.values() if not lease.is_made)
         return found
 
     async def want(
@@ -110,19 +145,26 @@ class Broker:
             sandbox: Its name.
             seconds: Time to wait for something to say.
         """
-        self._heard[context.key, request.worker] = self._clock()
+        self._hear(context.key, request.worker)
         key = (context.namespace, pod_name(context.key.name, sandbox))
+        if (context.key, key[1]) in self._returned:
+            # This request was overtaken by the one that gave it back, or the worker was silent for too long.
+            return SandboxAnswer(state="Ended", reason="it was given back, or its worker was not heard of")
         lease = self._leases.get(key)
         if lease is None:
             if (refused := problem(request, context)) is not None:
                 return SandboxAnswer(state="Refused", reason=refused)
-            lease = self._leases[key] = _Lease(key, context, sandbox, request)
+            if self.closed:
+                return SandboxAnswer(state="Waiting", reason="the broker ends, and another one takes its place")
+            lease = self._leases[key] = _Lease(key, context, sandbox, request, self._clock())
             lease.task = asyncio.create_task(self._make(lease), name=f"make {key[1]}")
         elif lease.context.uid != context.uid or lease.request.worker != request.worker:
             return SandboxAnswer(state="Refused", reason="another worker has a sandbox of this name")
+        lease.asked = self._clock()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await lease.changed.wait()
+        lease.asked = self._clock()
         return lease.answer
 
     async def release(self, sandbox: str, job: Key) -> None:
@@ -132,8 +174,10 @@ class Broker:
             ApiError: The API server does not; it is tried again.
         """
         key = (job.namespace, pod_name(job.name, sandbox))
-        self._returned[key] = self._clock()
-        if (lease := self._leases.pop(key, None)) is not None:
+        self._returned[job, key[1]] = self._clock()
+        lease = self._leases.get(key)
+        if lease is not None and lease.context.key == job:
+            del self._leases[key]
             await self._end(lease)
         pod = self.pods.get(key)
         if pod is not None and pod.job == job and not pod.leaving:
@@ -141,10 +185,11 @@ class Broker:
 
     def renew(self, job: Key, worker: str, wanted: frozenset[str]) -> None:
         """Note that a worker is there, and which sandboxes it has; others of its own are removed."""
-        self._heard[job, worker] = self._clock()
-        for name in [key for key, lease in self._leases.items() if self._is_of(lease, job, worker)]:
-            if self._leases[name].sandbox not in wanted and not self._crosses(name):
-                self._forget(name)
+        self._hear(job, worker).has = wanted
+        for key in [key for key, lease in self._leases.items() if self._is_of(lease, job, worker)]:
+            lease = self._leases[key]
+            if lease.sandbox not in wanted and self._clock() - lease.asked > _CROSSING_SECONDS:
+                self._forget(key, "its worker has it no more")
 
     def begin(self) -> None:
         """Begin to count: from now on workers can tell what they have."""
@@ -153,72 +198,98 @@ class Broker:
     async def run(self) -> None:
         """Remove what nobody wants, until cancelled."""
         while True:
+            due = self._clock() + SWEEP_SECONDS
             await asyncio.sleep(SWEEP_SECONDS)
+            if self._clock() - due > SWEEP_SECONDS:
+                # This process stood still, and what workers have told it meanwhile has not been read.
+                self.begin()
             await self.sweep()
 
     async def sweep(self) -> None:
         """Remove what nobody wants: of workers that were not heard of, without a lease, and ended without a worker."""
         for key, lease in list(self._leases.items()):
             if self._is_silent(lease.context.key, lease.request.worker, lease.request.lease_seconds):
-                self._forget(key)
-        reasons = {key: reason for key, pod in self.pods.all() if (reason := self._left(key, pod)) is not None}
-        for key, reason in reasons.items():
+                self._forget(key, "its worker has not been heard of")
+        await asyncio.gather(*(self._clear(key) for key, pod in self.pods.all() if self._left(key, pod) is not None))
+        self._tidy()
+
+    async def close(self) -> None:
+        """End what is under way; pods stay, for the next broker, which those who wait are to ask."""
+        self.closed = True
+        tasks = [lease.task for lease in self._leases.values() if lease.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for lease in self._leases.values():
+            lease.changed.set()
+
+    async def _clear(self, key: PodKey) -> None:
+        async with self._removals:
             pod = self.pods.get(key)
-            if pod is None or pod.leaving:
-                continue
+            # Somebody may have asked for it meanwhile.
+            if pod is None or (reason := self._left(key, pod)) is None:
+                return
             try:
                 await self._remove(key, pod, reason)
             except ApiError as error:
                 _log.warning("the pod %s/%s is removed later: %s", *key, error)
-        self._tidy()
-
-    async def close(self) -> None:
-        """End what is under way; pods stay, for the next broker."""
-        for lease in list(self._leases.values()):
-            await self._end(lease)
 
     def _tidy(self) -> None:
-        for memory in (self._heard, self._returned):
-            for place in [place for place, at in memory.items() if self._clock() - at > _MEMORY_SECONDS]:
-                del memory[place]  # type: ignore[arg-type]
+        old = self._clock() - _MEMORY_SECONDS
+        # However long the leases of its sandboxes are.
+        needed = {(pod.job, pod.worker) for _, pod in self.pods.all()}
+        needed |= {(lease.context.key, lease.request.worker) for lease in self._leases.values()}
+        self._workers = {
+            place: worker for place, worker in self._workers.items() if worker.heard > old or place in needed
+        }
+        self._returned = {place: at for place, at in self._returned.items() if at > old}
+        self._deleted = {uid: at for uid, at in self._deleted.items() if at > old}
         for job in set(self._starts_of) - {lease.context.key for lease in self._leases.values()}:
             del self._starts_of[job]
 
     def _left(self, key: PodKey, pod: SandboxPod) -> str | None:
-        """Why a pod is to be removed; None: it is not."""
-        if pod.leaving:
+        """Why a pod is to be removed; None: it is not, or is being removed already."""
+        if pod.leaving or pod.uid in self._deleted:
             return None
         if self._is_silent(pod.job, pod.worker, pod.lease_seconds):
             return "its worker is silent"
-        if key in self._returned:
+        if (pod.job, key[1]) in self._returned:
             return "released"
-        if key in self._leases:
+        lease = self._leases.get(key)
+        if lease is not None and lease.context.key == pod.job:
             # Its worker is told first.
             return None
         if pod.answer.state == "Ended":
             return "it has ended"
+        worker = self._workers.get((pod.job, pod.worker))
+        if worker is not None and key[1].removeprefix(pod_name(pod.job.name, "")) in worker.has:
+            # A broker before this one has made it.
+            return None
         # Since this broker began nobody has asked for it: a worker that waits asks again, one that has it tells so.
         if self._clock() - max(pod.since, self._began) > max(pod.lease_seconds, _CROSSING_SECONDS):
             return "no worker has it"
         return None
 
-    def _is_silent(self, job: Key, worker: str, seconds: float) -> bool:
-        return self._clock() - max(self._heard.get((job, worker), 0.0), self._began) > seconds
+    def _hear(self, job: Key, worker: str) -> _Worker:
+        known = self._workers.setdefault((job, worker), _Worker(self._clock()))
+        known.heard = self._clock()
+        return known
 
-    def _crosses(self, key: PodKey) -> bool:
-        pod = self.pods.get(key)
-        return pod is None or self._clock() - pod.since < _CROSSING_SECONDS
+    def _is_silent(self, job: Key, worker: str, seconds: float) -> bool:
+        known = self._workers.get((job, worker))
+        return self._clock() - max(self._began if known is None else known.heard, self._began) > seconds
 
     @staticmethod
     def _is_of(lease: _Lease, job: Key, worker: str) -> bool:
         return lease.context.key == job and lease.request.worker == worker
 
-    def _forget(self, key: PodKey) -> None:
-        self._returned[key] = self._clock()
+    def _forget(self, key: PodKey, reason: str) -> None:
         lease = self._leases.pop(key)
+        self._returned[lease.context.key, key[1]] = self._clock()
         if lease.task is not None:
             lease.task.cancel()
-        lease.say(SandboxAnswer(state="Ended", reason="its worker has not been heard of"))
+        lease.say(SandboxAnswer(state="Ended", reason=reason))
 
     async def _end(self, lease: _Lease) -> None:
         if lease.task is not None:
@@ -229,76 +300,96 @@ class Broker:
     async def _make(self, lease: _Lease) -> None:
         """Make a pod, and follow it to its end."""
         try:
-            async with self._starts_of[lease.context.key], self._starts:
-                if await self._create(lease):
-                    await self._follow(lease, until_it_runs=True)
+            async with self._starts_of[lease.context.key]:
+                await self._start(lease)
             if lease.answer.state == "Running":
                 await self._follow(lease, until_it_runs=False)
         except Exception as error:
             _log.exception("the sandbox %s cannot be made", lease.key[1])
             lease.say(SandboxAnswer(state="Ended", reason=f"the broker failed: {error}"))
 
-    async def _create(self, lease: _Lease) -> bool:
-        """Create the pod, however long that takes; False if it cannot be."""
-        pause = _FIRST_PAUSE
-        while not lease.is_made:
-            if (known := self.pods.get(lease.key)) is not None:
-                # A broker before this one has made it, or an answer was lost.
-                return self._adopt(lease, known.worker)
+    async def _start(self, lease: _Lease) -> None:
+        """Create the pod, however long that takes, and follow it until it runs."""
+        pause, room = _FIRST_PAUSE, self._rooms[lease.key[0]]
+        while True:
             if (wait := self._not_before - self._clock()) > 0:
                 await asyncio.sleep(wait * (1 + random.random() * _SPREAD))
-            full = False
-            try:
-                lease.image_user = learnt = self._users.get(lease.request.image)
-                user = None if learnt is None else learnt.user
-                made = await self._client.create(build_pod(lease.sandbox, lease.request, lease.context, user=user))
-            except Conflict:
-                found = await self._client.get(PODS, *lease.key)
-                if found is not None:
-                    self.pods.put(found)
-                continue
-            except QuotaExceeded as error:
-                self.made["quota"] += 1
-                full = True
-                lease.answer = SandboxAnswer(state="Waiting", reason=f"it waits for quota: {error.message}")
-            except TooMany as error:
-                self.made["throttled"] += 1
-                lease.answer = SandboxAnswer(state="Waiting", reason="the API server has too much to do")
-                # That holds for all.
-                self._not_before = self._clock() + (error.retry_after or pause)
-            except (Forbidden, Invalid, NotFound) as error:
-                self.made["refused"] += 1
-                lease.say(SandboxAnswer(state="Refused", reason=_explained(error)))
-                return False
-            except ApiError as error:
-                self.made["failed"] += 1
-                lease.answer = SandboxAnswer(state="Waiting", reason=f"the API server does not answer: {error}")
+            left = room.left
+            async with self._starts:
+                if await self._create(lease, pause):
+                    if lease.is_made:
+                        room.enter()
+                        await self._follow(lease, until_it_runs=True)
+                    return
+            # Whoever waits here keeps nobody of other jobs from starting.
+            seconds = pause * (1 + random.random() * _SPREAD)
+            if lease.waits_for_room:
+                await room.wait(seconds, left)
             else:
-                self.made["made"] += 1
-                lease.is_made = True
-                self.pods.put(made)
-                return True
-            await self._pause(pause, lease.key[0] if full else None)
+                await asyncio.sleep(seconds)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return True
 
-    async def _pause(self, seconds: float, namespace: str | None) -> None:
-        """Wait before the next try; where a namespace is full, until something leaves it."""
-        seconds *= 1 + random.random() * _SPREAD
-        if namespace is None:
-            await asyncio.sleep(seconds)
-            return
-        room = self._room[namespace]
-        room.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await room.wait()
+    async def _create(self, lease: _Lease, pause: float) -> bool:
+        """Try to create the pod; False if that is to be tried again."""
+        lease.waits_for_room = False
+        if (known := self.pods.get(lease.key)) is not None:
+            # A broker before this one has made it, or an answer was lost.
+            return self._adopt(lease, known)
+        try:
+            lease.image_user = learnt = self._users.get((lease.context.uid, lease.request.image))
+            user = None if learnt is None else learnt.user
+            made = await self._client.create(build_pod(lease.sandbox, lease.request, lease.context, user=user))
+        except Conflict as error:
+            return await self._meet(lease, error)
+        except QuotaExceeded as error:
+            self.made["quota"] += 1
+            lease.waits_for_room = True
+            lease.wait(f"it waits for quota: {error.message}")
+        except TooMany as error:
+            self.made["throttled"] += 1
+            lease.wait("the API server has too much to do")
+            # That holds for all.
+            self._not_before = self._clock() + min(error.retry_after or pause, _LONGEST_RETRY)
+        except (Forbidden, Invalid, NotFound) as error:
+            self.made["refused"] += 1
+            lease.say(SandboxAnswer(state="Refused", reason=_explained(error)))
+            return True
+        except ApiError as error:
+            self._fail(lease, error)
+        else:
+            self.made["made"] += 1
+            lease.is_made = True
+            self.pods.put(made)
+            return True
+        return False
 
-    def _adopt(self, lease: _Lease, worker: str) -> bool:
-        if worker != lease.request.worker:
-            lease.say(SandboxAnswer(state="Refused", reason="there is a pod of this name that another worker has"))
+    async def _meet(self, lease: _Lease, conflict: Conflict) -> bool:
+        """Look at the pod that has the name already; False if there is none."""
+        try:
+            found = await self._client.get(PODS, *lease.key)
+        except ApiError as error:
+            self._fail(lease, error)
             return False
-        lease.is_made = True
+        if found is None:
+            # It is gone by now, or something else was changed by two at a time, such as a quota.
+            self._fail(lease, conflict)
+            return False
+        if not is_sandbox_of(found, lease.context):
+            lease.say(SandboxAnswer(state="Refused", reason=f"{lease.key[1]}: another pod has this name"))
+            return True
+        self.pods.put(found)
+        known = self.pods.get(lease.key)
+        return known is not None and self._adopt(lease, known)
+
+    def _fail(self, lease: _Lease, error: ApiError) -> None:
+        self.made["failed"] += 1
+        lease.wait(f"the API server does not make its pod: {error}")
+
+    def _adopt(self, lease: _Lease, pod: SandboxPod) -> bool:
+        if (pod.job, pod.worker) == (lease.context.key, lease.request.worker):
+            lease.is_made = True
+        else:
+            lease.say(SandboxAnswer(state="Refused", reason="there is a pod of this name that another worker has"))
         return True
 
     async def _follow(self, lease: _Lease, *, until_it_runs: bool) -> None:
@@ -311,12 +402,14 @@ class Broker:
                 if pod is None:
                     lease.say(SandboxAnswer(state="Ended", reason="its pod was deleted"))
                     return
-                if pod.answer.state == "Refused" and lease.answer.state == "Running":
-                    return
                 if self._is_another_image(lease, pod):
                     # Under another user than its image says, nothing in it counts.
                     lease.say(SandboxAnswer(state="Ended", reason=f"{lease.request.image} is another image by now"))
                     return
+                if pod.answer.state == "Refused" and lease.answer.state == "Running":
+                    # It is of a container beside, and its own one runs.
+                    await event.wait()
+                    continue
                 lease.say(pod.answer)
                 if pod.answer.state in ("Ended", "Refused") or (until_it_runs and pod.answer.state == "Running"):
                     return
@@ -326,7 +419,7 @@ class Broker:
 
     def _is_another_image(self, lease: _Lease, pod: SandboxPod) -> bool:
         """Learn whom an image's commands run as; True if that was of another image of this name."""
-        image = lease.request.image
+        image = (lease.context.uid, lease.request.image)
         if pod.image_id is None:
             return False
         if pod.user is not None:
@@ -339,16 +432,30 @@ class Broker:
         return False
 
     async def _remove(self, key: PodKey, pod: SandboxPod, reason: str) -> None:
-        await self._client.delete(PODS, *key, uid=pod.uid)
-        self.removed[reason] += 1
+        if pod.uid in self._deleted:
+            return
+        self._deleted[pod.uid] = self._clock()
+        try:
+            is_there = await self._client.delete(PODS, *key, uid=pod.uid)
+        except Conflict:
+            # Another pod has its name by now.
+            is_there = False
+        except BaseException:
+            self._deleted.pop(pod.uid, None)
+            raise
+        if is_there:
+            self.removed[reason] += 1
+        else:
+            # Its deletion was told before the answer that it was made, which was taken for news.
+            self.pods.forget(key, pod.uid)
 
     def _seen(self, key: PodKey) -> None:
         if (event := self._events.get(key)) is not None:
             event.set()
         pod = self.pods.get(key)
         # What has ended takes no quota.
-        if (pod is None or pod.answer.state == "Ended") and (room := self._room.get(key[0])) is not None:
-            room.set()
+        if pod is None or pod.answer.state == "Ended":
+            self._rooms[key[0]].leave()
 
 
 def _explained(error: ApiError) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kuberoll_api.sandboxes import SandboxAnswer
 from kuberoll_operator import names
-from kuberoll_operator.broker.pod import LEASE_ANNOTATION
+from kuberoll_operator.broker.pod import LEASE_ANNOTATION, PodContext
 from kuberoll_operator.broker.states import answer_of, image_of, user_of
 from kuberoll_operator.cache import Scope, version_of
 from kuberoll_operator.kube.resources import Resource
@@ -81,8 +81,11 @@ class SandboxPods:
         first: bool = True,
     ) -> None:
         """See `watches.Sink`."""
+        listed = version_of({"metadata": {"resourceVersion": version}})
         if first:
             self._pages[scope] = set()
+            if listed < self._listed.get(scope, -1):
+                self._rewind(scope)
         seen = self._pages.setdefault(scope, set())
         for item in items:
             seen.add(_key(item))
@@ -90,7 +93,7 @@ class SandboxPods:
         if not last:
             return
         del self._pages[scope]
-        self._listed[scope] = listed = int(version)
+        self._listed[scope] = listed
         for key, pod in self.all():
             # A newer version was written by this broker after the list was made.
             if scope in (None, key[0]) and key not in seen and pod.version <= listed:
@@ -132,9 +135,32 @@ class SandboxPods:
         )
         self._changed(key)
 
+    def forget(self, key: PodKey, uid: str) -> None:
+        """Note that a pod is gone."""
+        if (known := self._pods.get(key)) is not None and known.uid == uid:
+            self._drop(key)
+
+    def _rewind(self, scope: Scope) -> None:
+        """Let any version of a pod replace what is known: the API server's history was restored from a backup."""
+        self._listed.pop(scope, None)
+        for key, pod in self.all():
+            if scope in (None, key[0]):
+                self._pods[key] = replace(pod, version=-1)
+
     def _drop(self, key: PodKey) -> None:
         del self._pods[key]
         self._changed(key)
+
+
+def is_sandbox_of(item: Object, context: PodContext) -> bool:
+    """True if a pod was made for a job's sandbox; others may have any name."""
+    metadata = item["metadata"]
+    labels = metadata.get("labels") or {}
+    if labels.get("app.kubernetes.io/managed-by") != names.BROKER:
+        return False
+    if labels.get(names.SANDBOX_JOB_LABEL) != context.key.name:
+        return False
+    return any(owner.get("uid") == context.uid for owner in metadata.get("ownerReferences") or ())
 
 
 def _key(item: Object) -> PodKey:
