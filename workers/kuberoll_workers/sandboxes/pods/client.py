@@ -108,7 +108,7 @@ class BrokerClient:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._session.request(method, f"{self._url}{path}", data=body, timeout=timeout) as answer:
-                text, status = await answer.text(), answer.status
+                text, status = await answer.text(errors="replace"), answer.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise BrokerUnreachable(
                 f"the broker {self._url} does not answer: {str(error) or type(error).__name__}"

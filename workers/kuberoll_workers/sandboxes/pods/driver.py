@@ -180,18 +180,23 @@ class PodDriver:
         """Where the server of a sandbox is, once its pod runs."""
         pause = _FIRST_PAUSE
         while True:
+            began = time.monotonic()
             try:
                 answer = await ready.client.want(name, request)
             except BrokerUnreachable as error:
                 said.text = str(error)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-                continue
-            if (address := _decided(name, request.image, answer)) is not None:
-                return address
-            if answer.reason != said.text:
-                said.text = answer.reason
-                _log.info("the sandbox %s of %s waits: %s", name, request.image, answer.reason)
+            else:
+                if (address := _decided(name, request.image, answer)) is not None:
+                    return address
+                if answer.reason != said.text:
+                    said.text = answer.reason
+                    _log.info("the sandbox %s of %s waits: %s", name, request.image, answer.reason)
+                if time.monotonic() - began > _LONGEST_PAUSE:
+                    # It has waited for something to say, and does so again.
+                    pause = _FIRST_PAUSE
+                    continue
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _request(self, ready: _Ready, name: str, spec: SandboxSpec) -> SandboxRequest:
         settings = Settings(
@@ -237,8 +242,8 @@ class PodDriver:
             try:
                 await client.renew(self._worker, WorkerSandboxes(names=sorted(self._names)))
                 said = ""
-            except (BrokerUnreachable, SandboxUnavailable) as error:
-                # Sandboxes go on without it; only those that are to come wait.
+            except Exception as error:
+                # Sandboxes go on without it for a while; whatever it is, the next time may be another.
                 if str(error) != said:
                     said = str(error)
                     _log.warning("%s", error)
