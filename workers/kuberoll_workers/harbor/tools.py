@@ -133,6 +133,9 @@ class Tools:
             return f"Error: {error.strerror or error}"
         except UnicodeDecodeError:
             return "Error: the file is no text"
+        except UnicodeEncodeError:
+            # Half of a pair of UTF-16, which JSON can write.
+            return "Error: the arguments have characters that no text has"
 
     async def _bash(self, command: str) -> str:
         return _told(await self._shell.run(command, timeout=self._seconds), self._seconds)
