@@ -9,7 +9,7 @@ from typing import Any, Final
 import aiohttp
 
 from kuberoll_api.model.agents import ToolsAgent
-from kuberoll_workers.environments.agents.commands import AgentFailed
+from kuberoll_workers.environments.agents.chat import chat_client, completion
 from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.harbor.agents import Work
 from kuberoll_workers.sandboxes.handle import Sandbox
@@ -19,9 +19,6 @@ OUTPUT_CHARACTERS: Final = 30_000
 """Characters of an answer that the policy reads: of a longer one its beginning and its end."""
 
 _STATE: Final = "kuberoll.harbor.chat"
-# What a session says when its budget is used up, which is the end of the trajectory and no error.
-_SPENT: Final = ("spec.rollout.maxTurns", "maximum context length")
-_SHOWN: Final = 1000
 
 _PATH: Final = {"type": "string", "description": "Path of the file."}
 
@@ -78,7 +75,7 @@ class ToolsLoop:
         shell = Shell(work.sandbox, user=work.user, environment=work.environment, output_characters=OUTPUT_CHARACTERS)
         tools = Tools(work.sandbox, shell, user=work.user, seconds=self._settings.command_seconds)
         try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
+            async with chat_client() as http:
                 while (message := await _asked(http, episode, chat)) is not None:
                     chat.append(message)
                     calls = message.get("tool_calls") or ()
@@ -169,19 +166,10 @@ async def _asked(
     Raises:
         AgentFailed: The policy cannot be asked.
     """
-    body = {"model": episode.model, "messages": chat, "tools": TOOLS}
-    headers = {"Authorization": f"Bearer {episode.token}"}
-    try:
-        async with http.post(f"{episode.base_url}/chat/completions", json=body, headers=headers) as response:
-            text = await response.text()
-            if response.status == 200:
-                message: dict[str, Any] = json.loads(text)["choices"][0]["message"]
-                return {key: value for key, value in message.items() if value is not None}
-            if response.status == 400 and any(words in text for words in _SPENT):
-                return None
-            raise AgentFailed(f"the policy answered {response.status}: {text[:_SHOWN]}")
-    except (aiohttp.ClientError, ValueError, LookupError) as error:
-        raise AgentFailed(f"the policy cannot be asked: {type(error).__name__}: {error}") from error
+    if (answer := await completion(http, episode, {"messages": chat, "tools": TOOLS})) is None:
+        return None
+    message: dict[str, Any] = answer["choices"][0]["message"]
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _problem(given: Any, schema: Mapping[str, Any]) -> str | None:
