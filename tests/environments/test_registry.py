@@ -205,3 +205,22 @@ def test_an_environment_prints_what_the_output_has_no_code_for() -> None:
         env={**os.environ, "PYTHONIOENCODING": "ascii:strict", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.stdout.endswith(b"\\u2705\n"), done.stderr.decode()
+
+
+class Choosy:
+    """An agent that refuses a config."""
+
+    @classmethod
+    def check(cls, config: dict[str, Any]) -> None:
+        if "level" not in config:
+            raise UnusableEnvironment("config.level: missing")
+
+    async def run(self, episode: Any) -> float:
+        return 1.0
+
+
+def test_an_agent_may_refuse_its_config_before_an_engine_is_started() -> None:
+    spec = {"name": "agents", "agent": {"entrypoint": f"{__name__}:Choosy"}, "config": {"level": 3}}
+    create(Environment.model_validate(spec))
+    with pytest.raises(UnusableEnvironment, match=r"environment 'agents': config\.level: missing"):
+        create(Environment.model_validate({**spec, "config": {}}))

@@ -49,7 +49,7 @@ class SandboxAgents(EnvironmentInterface):
         self._options = SandboxOptions.model_validate(config["sandbox"])
         options = AgentOptions.model_validate(config["agent"])
         self._config = config["config"]
-        self._agent = _agent_of(options)
+        self._agent = _agent_of(options, self._config)
         # A chat template that leaves tools out is refused before an engine is started.
         self.declares_tools = options.tools is not None  # type: ignore[misc]
         _check_here(config["name"])
@@ -122,8 +122,8 @@ class SandboxAgents(EnvironmentInterface):
 class FunctionAgent:
     """The user's own agent outside of the sandbox, with its handle."""
 
-    def __init__(self, entrypoint: str) -> None:
-        self._phases = FunctionPhases(entrypoint)
+    def __init__(self, entrypoint: str, config: Mapping[str, Any]) -> None:
+        self._phases = FunctionPhases(entrypoint, config)
 
     async def work(self, work: Work) -> None:
         """See `Agent.work`."""
@@ -160,11 +160,11 @@ def _check_here(environment: str) -> None:
             raise UnusableEnvironment(f"sandbox: {error}") from error
 
 
-def _agent_of(options: AgentOptions) -> Agent:
+def _agent_of(options: AgentOptions, config: Mapping[str, Any]) -> Agent:
     if options.tools is not None:
         return ToolsLoop(options.tools)
     if options.entrypoint is not None:
-        return FunctionAgent(options.entrypoint)
+        return FunctionAgent(options.entrypoint, config)
     assert options.command is not None
     return CommandAgent(options.command)
 

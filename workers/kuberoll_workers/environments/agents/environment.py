@@ -61,7 +61,7 @@ class AgentEnvironment(EnvironmentInterface):
                 `access`, the fields of a `ProcessAccess`.
 
         Raises:
-            UnusableEnvironment: Its entrypoint cannot be imported.
+            UnusableEnvironment: Its entrypoint cannot be imported, or refuses the config.
         """
         agent = Agent.model_validate(config["agent"])
         self._config = config["config"]
@@ -70,7 +70,7 @@ class AgentEnvironment(EnvironmentInterface):
         if agent.entrypoint is not None:
             from kuberoll_workers.environments.agents.functions import FunctionPhases
 
-            self._phases = FunctionPhases(agent.entrypoint)
+            self._phases = FunctionPhases(agent.entrypoint, self._config)
         else:
             from kuberoll_workers.environments.agents.commands import CommandPhases
             from kuberoll_workers.environments.process_access import ProcessAccess

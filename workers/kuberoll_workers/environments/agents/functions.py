@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Mapping
 from typing import Any, Final
 
 from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, result_of
@@ -17,10 +18,13 @@ _OBJECT: Final = "kuberoll.agent"
 class FunctionPhases:
     """The phases of an agent at an entrypoint: a coroutine function, or a class whose objects are one episode each."""
 
-    def __init__(self, entrypoint: str) -> None:
+    def __init__(self, entrypoint: str, config: Mapping[str, Any]) -> None:
         """
+        Args:
+            config: The environment's, which the class method `check` of an agent may refuse.
+
         Raises:
-            UnusableEnvironment: It cannot be imported, or is no agent.
+            UnusableEnvironment: It cannot be imported, is no agent, or refuses the config.
         """
         self._found = load(entrypoint)
         run = getattr(self._found, "run", None) if inspect.isclass(self._found) else self._found
@@ -29,6 +33,8 @@ class FunctionPhases:
                 f"agent.entrypoint: {entrypoint} is no agent: it must be a coroutine function (async def) that takes "
                 "an AgentEpisode, or a class with `async def run(self, episode)`"
             )
+        if inspect.isclass(self._found) and (check := getattr(self._found, "check", None)) is not None:
+            check(config)
 
     async def setup(self, episode: AgentEpisode) -> None:
         """Make the episode's object, and call its `setup`."""
