@@ -75,7 +75,7 @@ def test_a_path_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 # What extras bring by others, and what the environment of a trainer has.
-BROUGHT = {"accelerate": "trl", "httpx2": "mcp", "openai": "verifiers", "torch": "vllm"}
+BROUGHT = {"accelerate": "trl", "httpx2": "mcp", "litellm": "mini-swe-agent", "openai": "verifiers", "torch": "vllm"}
 TRAINERS = {"torch", "trl"}
 OWN = {"kuberoll", "kuberoll_api", "kuberoll_operator", "kuberoll_workers"}
 
