@@ -18,7 +18,8 @@ class SandboxSpec:
     """A sandbox to make.
 
     Attributes:
-        image: Its image: a name for a registry, `oci:DIRECTORY[:TAG]` or `docker-archive:FILE`.
+        image: Its image: a name for a registry, `oci:DIRECTORY[:TAG]`, `docker-archive:FILE`, or `host:/`
+            for the root of the host itself, which not every driver has.
         cpus: Processors that it may use; None: all.
         memory: Bytes of memory; None: all.
         storage: Bytes that it may write to its files; None: no limit of its own.

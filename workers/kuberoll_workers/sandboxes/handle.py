@@ -117,9 +117,13 @@ class Sandbox:
     """A sandbox, in the hands of an environment, a tool or an agent.
 
     Methods may be called concurrently. Each raises SandboxLost if the sandbox is gone.
+
+    Attributes:
+        environment: Variables that commands of this handle have from now on, in addition to the sandbox's own.
     """
 
     def __init__(self, ticket: Ticket) -> None:
+        self.environment: dict[str, str] = {}
         self._pool = Pool(ticket, context_of(ticket.key))
         self._ports: list[Forward | Reverse] = []
 
@@ -162,7 +166,7 @@ class Sandbox:
         """
         kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         skipped: dict[str, int] = {}
-        header = _exec_header(command, timeout, user, workdir, environment, merged)
+        header = _exec_header(command, timeout, user, workdir, self._variables(environment), merged)
         async with self._pool.connection() as connection:
             await connection.send({**header, "limit": output_bytes})
             async with _sending(connection, stdin):
@@ -189,7 +193,8 @@ class Sandbox:
         The arguments are those of `exec`.
         """
         async with self._pool.connection() as connection:
-            await connection.send(_exec_header(command, timeout, user, workdir, environment, merged))
+            variables = self._variables(environment)
+            await connection.send(_exec_header(command, timeout, user, workdir, variables, merged))
             process = Process(connection)
             try:
                 yield process
@@ -366,6 +371,9 @@ class Sandbox:
         while self._ports:
             await self._ports.pop().close()
 
+    def _variables(self, given: Mapping[str, str] | None) -> dict[str, str]:
+        return {**self.environment, **(given or {})}
+
     async def _operation(
         self, header: Header, take: Callable[[bytes], Any] | None = None, source: bytes | None = None
     ) -> Header:
@@ -426,7 +434,7 @@ def _exec_header(
     timeout: float | None,
     user: str | None,
     workdir: str | None,
-    environment: Mapping[str, str] | None,
+    environment: Mapping[str, str],
     merged: bool,
 ) -> Header:
     return {
@@ -435,7 +443,7 @@ def _exec_header(
         "timeout": timeout,
         "user": user,
         "workdir": workdir,
-        "environment": dict(environment or {}),
+        "environment": dict(environment),
         "merged": merged,
     }
 

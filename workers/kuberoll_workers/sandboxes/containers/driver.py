@@ -20,12 +20,13 @@ from kuberoll_workers.data.extras import installation
 from kuberoll_workers.sandboxes.connection import Ticket, connect
 from kuberoll_workers.sandboxes.containers import body, owners
 from kuberoll_workers.sandboxes.containers.engine import THREADS, Engine, open_engine
-from kuberoll_workers.sandboxes.containers.images import EngineImage, obtain
+from kuberoll_workers.sandboxes.containers.images import HOST_REFUSED, EngineImage, obtain
 from kuberoll_workers.sandboxes.containers.output import Output
 from kuberoll_workers.sandboxes.containers.sockets import NAME, Sockets, base_of, bases, remove_leftovers
 from kuberoll_workers.sandboxes.driver import SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.guest.settings import Settings
+from kuberoll_workers.sandboxes.images.references import HOST
 from kuberoll_workers.sandboxes.keys import Key, context_of, make_key
 from kuberoll_workers.sandboxes.places import make_places
 from kuberoll_workers.sandboxes.runtime import Runtime, find_runtime
@@ -90,9 +91,9 @@ class DockerDriver:
         """See `Driver.check`; what drivers left behind that were killed is removed."""
         await self._started()
 
-    def refusal(self, spec: SandboxSpec) -> str | None:  # noqa: ARG002 - it takes all
+    def refusal(self, spec: SandboxSpec) -> str | None:
         """See `Driver.refusal`."""
-        return None
+        return HOST_REFUSED if spec.image == HOST else None
 
     async def prepare(self, image: str) -> None:
         """See `Driver.prepare`."""

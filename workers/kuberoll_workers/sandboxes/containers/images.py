@@ -15,11 +15,23 @@ from kuberoll_workers.sandboxes.images.archives import ArchiveSource
 from kuberoll_workers.sandboxes.images.errors import ImageError
 from kuberoll_workers.sandboxes.images.layouts import LayoutSource
 from kuberoll_workers.sandboxes.images.manifests import this_platform
-from kuberoll_workers.sandboxes.images.references import ArchiveReference, LayoutReference, RegistryReference, parse
+from kuberoll_workers.sandboxes.images.references import (
+    ArchiveReference,
+    HostReference,
+    LayoutReference,
+    RegistryReference,
+    parse,
+)
 from kuberoll_workers.sandboxes.images.sources import Found, Source
 
 LOADED: Final = "localhost/kuberoll/sandbox"
 """Name, in the engine, of images that were loaded; their tags are digests."""
+
+HOST_REFUSED: Final = (
+    "the task has no image, and containers of Docker or Podman are made of one: give it one (docker_image, or "
+    "sandbox.image of the job), or play it with the programs of this machine: KUBEROLL_SANDBOX_DRIVER=namespaces"
+)
+"""Why an engine makes no sandbox of the host's root."""
 
 _CHUNK_BYTES: Final = 1 << 20
 
@@ -60,6 +72,8 @@ def obtain(client: Any, image: str) -> EngineImage:
         reference = parse(image)
         if isinstance(reference, RegistryReference):
             return _pulled(client, reference)
+        if isinstance(reference, HostReference):
+            raise SandboxUnavailable(HOST_REFUSED)
         return _loaded(client, reference)
     except ImageError as error:
         raise SandboxUnavailable(str(error)) from error

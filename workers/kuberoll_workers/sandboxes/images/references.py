@@ -1,7 +1,7 @@
 """References of images: what a manifest, a row or a person writes to name one.
 
 `NAME[:TAG][@DIGEST]` in a registry, `oci:DIRECTORY[:TAG]` in an OCI layout, `docker-archive:FILE[:NAME]` in what
-`docker save` and `podman save` write. The grammar of names and their completion (`debian` is
+`docker save` and `podman save` write, and `host:/` for this machine's own root, without an image. The grammar of names and their completion (`debian` is
 `docker.io/library/debian:latest`) are those of distribution's package `reference`; the colons after `oci:` and
 `docker-archive:` are those of containers-transports(5).
 """
@@ -17,6 +17,8 @@ from kuberoll_workers.sandboxes.images.errors import ReferenceInvalid
 
 DOCKER_HUB: Final = "docker.io"
 LATEST: Final = "latest"
+HOST: Final = "host:/"
+"""No image: the root of the host itself, as far as drivers show it."""
 
 _LAYOUT, _ARCHIVE = "oci:", "docker-archive:"
 _OTHER_TRANSPORTS: Final = ("docker-daemon", "oci-archive", "containers-storage")
@@ -81,7 +83,15 @@ class ArchiveReference:
         return f"{_ARCHIVE}{self.file}" + ("" if self.name is None else f":{self.name}")
 
 
-Reference = RegistryReference | LayoutReference | ArchiveReference
+@dataclass(frozen=True, slots=True)
+class HostReference:
+    """The host's own root."""
+
+    def __str__(self) -> str:
+        return HOST
+
+
+Reference = RegistryReference | LayoutReference | ArchiveReference | HostReference
 
 
 def parse(text: str) -> Reference:
@@ -92,6 +102,10 @@ def parse(text: str) -> Reference:
     """
     if not text or text != text.strip():
         raise ReferenceInvalid(f"image {text!r}: write a name such as debian:12, without spaces around it")
+    if text == HOST:
+        return HostReference()
+    if text.startswith(HOST):
+        raise ReferenceInvalid(f"image {text!r}: of the host only its own root can be a sandbox's: write {HOST!r}")
     if text.startswith(_LAYOUT):
         path, _, name = text.removeprefix(_LAYOUT).partition(":")
         return LayoutReference(_path(text, path, f"{_LAYOUT}DIRECTORY[:TAG]"), name or None)
@@ -124,7 +138,7 @@ def _path(text: str, path: str, form: str) -> Path:
 def _named(text: str) -> RegistryReference:
     scheme, colon, rest = text.partition(":")
     if colon and (rest.startswith("//") or scheme in _OTHER_TRANSPORTS):
-        known = f"names in registries, {_LAYOUT}DIRECTORY[:TAG] and {_ARCHIVE}FILE[:NAME]"
+        known = f"names in registries, {_LAYOUT}DIRECTORY[:TAG], {_ARCHIVE}FILE[:NAME] and {HOST}"
         mended = f": write {rest.lstrip('/')!r}" if rest.startswith("//") else ""
         raise ReferenceInvalid(f"image {text!r}: {scheme}: is not read here, but {known} are{mended}")
     rest, at, digest = text.partition("@")

@@ -35,11 +35,23 @@ from kuberoll_workers.data.model_cache.locks import alone, hold
 from kuberoll_workers.sandboxes.images.archives import ArchiveSource
 from kuberoll_workers.sandboxes.images.credentials import credentials_for
 from kuberoll_workers.sandboxes.images.downloads import RegistrySource
-from kuberoll_workers.sandboxes.images.errors import ImageError, ImageUnavailable, NoSpace, RegistryUnreachable
+from kuberoll_workers.sandboxes.images.errors import (
+    ImageError,
+    ImageRefused,
+    ImageUnavailable,
+    NoSpace,
+    RegistryUnreachable,
+)
 from kuberoll_workers.sandboxes.images.layers import Limits, Unpacked
 from kuberoll_workers.sandboxes.images.layouts import LayoutSource
 from kuberoll_workers.sandboxes.images.locks import exclusive
-from kuberoll_workers.sandboxes.images.references import ArchiveReference, LayoutReference, Reference, parse
+from kuberoll_workers.sandboxes.images.references import (
+    ArchiveReference,
+    HostReference,
+    LayoutReference,
+    Reference,
+    parse,
+)
 from kuberoll_workers.sandboxes.images.registry import Patience, Registry
 from kuberoll_workers.sandboxes.images.sources import Found, Source, StoredLayer
 from kuberoll_workers.sandboxes.images.unpacker import Unpacker
@@ -267,6 +279,8 @@ class ImageStore:
             return LayoutSource(reference)
         if isinstance(reference, ArchiveReference):
             return ArchiveSource(reference)
+        if isinstance(reference, HostReference):
+            raise ImageRefused(f"{reference} is no image, but the root of a host: there is nothing to fetch")
         host = reference.host
         registry = Registry(
             host, reference.repository, credentials=lambda: credentials_for(host), patience=self._patience

@@ -26,9 +26,11 @@ from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, Sandbox
 from kuberoll_workers.sandboxes.guest.settings import Settings
 from kuberoll_workers.sandboxes.images.errors import ImageError
 from kuberoll_workers.sandboxes.images.overlay import overlay_options
+from kuberoll_workers.sandboxes.images.references import HOST
 from kuberoll_workers.sandboxes.images.store import Hold, Image, ImageStore
 from kuberoll_workers.sandboxes.keys import context_of, make_key
 from kuberoll_workers.sandboxes.namespaces.cgroups import Limits
+from kuberoll_workers.sandboxes.namespaces.host import HostRoot, make_root, problem
 from kuberoll_workers.sandboxes.namespaces.machine import Plan
 from kuberoll_workers.sandboxes.runtime import PLACE, Runtime, find_runtime
 from kuberoll_workers.sandboxes.users import UserNamespacesUnavailable, id_map
@@ -53,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class NamespaceDriver:
-    """Makes sandboxes in Linux namespaces, on overlays of unpacked images."""
+    """Makes sandboxes in Linux namespaces, on overlays of unpacked images, or on the host's own root."""
 
     def __init__(self, *, cache: Path, scratch: Path | None = None) -> None:
         """
@@ -77,6 +79,7 @@ class NamespaceDriver:
         self._told = False
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._holds: dict[str, Hold] = {}
+        self._host: HostRoot | None = None
 
     async def check(self) -> None:
         """See `Driver.check`."""
@@ -86,6 +89,8 @@ class NamespaceDriver:
 
     def refusal(self, spec: SandboxSpec) -> str | None:
         """See `Driver.refusal`."""
+        if spec.image == HOST and (reason := problem()) is not None:
+            return reason
         if spec.network == "None":
             return None
         return (
@@ -95,6 +100,8 @@ class NamespaceDriver:
 
     async def prepare(self, image: str) -> None:
         """See `Driver.prepare`."""
+        if image == HOST:
+            await self._started()
         await self._image(image)
 
     async def create(self, name: str, spec: SandboxSpec) -> Ticket:
@@ -106,7 +113,8 @@ class NamespaceDriver:
         assert self._directory is not None
         assert self._runtime is not None
         try:
-            self._holds[name] = await self._in_thread(self._opened_store().hold, image)
+            if spec.image != HOST:
+                self._holds[name] = await self._in_thread(self._opened_store().hold, image)
             plan = self._plan(name, spec, image)
         except ImageError as error:
             self._release(name)
@@ -171,6 +179,7 @@ class NamespaceDriver:
             total_seconds=spec.total_seconds,
         )
         mounted = overlay_options(image.layers)
+        host = self._host if spec.image == HOST else None
         return Plan(
             name=name,
             layers=str(mounted.directory),
@@ -185,6 +194,8 @@ class NamespaceDriver:
             processes=spec.processes,
             storage=self._storage(spec),
             shared=_SHARED_BYTES if spec.memory is None else min(_SHARED_BYTES, spec.memory // _SHARE),
+            shown=[] if host is None else list(host.shown),
+            covered=[] if host is None else list(host.covered),
             listener=_LISTENER,
         )
 
@@ -202,11 +213,24 @@ class NamespaceDriver:
         return None
 
     async def _image(self, reference: str) -> Image:
+        if reference == HOST:
+            return await self._host_image()
         try:
             image: Image = await self._in_thread(self._opened_store().image, reference)
         except (ImageError, UserNamespacesUnavailable) as error:
             raise SandboxUnavailable(str(error)) from error
         return image
+
+    async def _host_image(self) -> Image:
+        """The host's root; what it has of its own lasts as long as this driver."""
+        async with self._starting:
+            if self._host is None:
+                assert self._directory is not None
+                try:
+                    self._host = await asyncio.to_thread(make_root, self._directory / "host", id_map())
+                except (OSError, UserNamespacesUnavailable) as error:
+                    raise SandboxUnavailable(f"the host's root cannot be a sandbox's: {error}") from error
+            return self._host.image
 
     def _opened_store(self) -> ImageStore:
         if self._store is None:

@@ -49,6 +49,8 @@ class Plan:
         processes: As in `SandboxSpec`.
         storage: Bytes of its files that are in memory; None: they are on the disk.
         shared: Bytes of its /dev/shm and, where its root is read-only, of /tmp and /run each.
+        shown: Directories of the host, without the first `/`, that are mounted in its root, read-only.
+        covered: Directories and files below those that are hidden again.
         listener: Number that the listening socket's descriptor gets.
     """
 
@@ -65,6 +67,8 @@ class Plan:
     processes: int
     storage: int | None
     shared: int
+    shown: list[str]
+    covered: list[str]
     listener: int
 
 
@@ -86,6 +90,7 @@ def become(
         system.unshare(system.NEW_USER | system.NEW_MOUNTS)
         # While this is still the user whose files they are, and in the namespace that mounts them.
         opened = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (plan.layers, plan.directory, plan.runtime)]
+        shown = [os.open(f"/{name}", os.O_PATH | os.O_DIRECTORY) for name in plan.shown]
         devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES if os.path.exists(f"/dev/{name}")}
         mapped()
         with contextlib.suppress(PermissionError):
@@ -102,7 +107,7 @@ def become(
         first = os.fork()
         if first == 0:
             os.close(held)
-            _begin(plan, opened, devices, listener, told, alive)
+            _begin(plan, opened, shown, devices, listener, told, alive)
         # What is held is closed when this process ends, and not before.
         os.closerange(0, held)
         os.closerange(held + 1, os.sysconf("SC_OPEN_MAX"))
@@ -114,7 +119,13 @@ def become(
 
 
 def _begin(
-    plan: Plan, opened: list[int], devices: dict[str, int], listener: socket.socket, told: int, alive: int
+    plan: Plan,
+    opened: list[int],
+    shown: list[int],
+    devices: dict[str, int],
+    listener: socket.socket,
+    told: int,
+    alive: int,
 ) -> NoReturn:
     """Become the sandbox's first process.
 
@@ -128,7 +139,7 @@ def _begin(
         os.setsid()
         system.mount("none", "/", flags=system.PRIVATE | system.RECURSIVE)
         layers, own, runtime = opened
-        _mount_root(plan, layers, own, runtime, devices)
+        _mount_root(plan, layers, own, runtime, shown, devices)
         _bring_up_loopback()
         system.set_host_name(plan.name[:63])
         _prepare_files(plan)
@@ -160,7 +171,9 @@ def _begin(
         os._exit(1)
 
 
-def _mount_root(plan: Plan, layers: int, own: int, runtime: int, devices: dict[str, int]) -> None:
+def _mount_root(
+    plan: Plan, layers: int, own: int, runtime: int, shown: list[int], devices: dict[str, int]
+) -> None:
     place = f"/proc/self/fd/{own}"
     if plan.storage is not None:
         system.mount("tmpfs", f"{place}/disk", "tmpfs", options=f"size={plan.storage},mode=755")
@@ -171,6 +184,7 @@ def _mount_root(plan: Plan, layers: int, own: int, runtime: int, devices: dict[s
     system.mount("overlay", f"{place}/root", "overlay", options=options)
     # The descriptor of the directory below the mount leads to that one.
     root = os.open(f"{place}/root", os.O_PATH | os.O_DIRECTORY)
+    _show(plan, root, shown, devices["null"])
     system.mount(f"/proc/self/fd/{runtime}", _directory(root, plan.place.strip("/")), flags=system.BIND)
     system.restrict(_directory(root, plan.place.strip("/")), system.READ_ONLY | system.NO_SUID | system.NO_DEVICES)
     plain = system.NO_SUID | system.NO_DEVICES | system.NO_EXEC
@@ -195,6 +209,25 @@ def _mount_root(plan: Plan, layers: int, own: int, runtime: int, devices: dict[s
             system.mount("tmpfs", _directory(root, name), "tmpfs", system.NO_SUID | system.NO_DEVICES, options)
     system.change_root(f"/proc/self/fd/{root}")
     os.close(root)
+
+
+def _show(plan: Plan, root: int, shown: list[int], null: int) -> None:
+    """Mount directories of the host in a root whose own files nobody else has made."""
+    for name, opened in zip(plan.shown, shown, strict=True):
+        # What is mounted below it must come along: a namespace of fewer rights may not look beneath.
+        system.mount(f"/proc/self/fd/{opened}", _directory(root, name), flags=system.BIND | system.RECURSIVE)
+        attributes = system.READ_ONLY | system.NO_SUID | system.NO_DEVICES
+        system.restrict(_directory(root, name), attributes, recursive=True)
+    for name in plan.covered:
+        try:
+            opened = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=root)
+        except FileNotFoundError:
+            continue
+        place = f"/proc/self/fd/{opened}"
+        if os.path.isdir(place):
+            system.mount("tmpfs", place, "tmpfs", system.READ_ONLY | system.NO_DEVICES, "mode=755,size=4k")
+        else:
+            system.mount(f"/proc/self/fd/{null}", place, flags=system.BIND)
 
 
 def _mount_terminals(device: int) -> None:
