@@ -13,7 +13,7 @@ from kuberoll_api.paths import format_path
 from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.tracebacks import traceback_of
 from kuberoll_workers.dataset.columns import ColumnMap
-from kuberoll_workers.dataset.forms import uri_rows
+from kuberoll_workers.dataset.forms import completed, uri_rows
 from kuberoll_workers.dataset.order import NumberedRow, derived_seed, mixed, shuffled
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_row, row_of_source
 from kuberoll_workers.dataset.sources import RawRow, checked_integers, hub_rows, json_row
@@ -110,7 +110,9 @@ def _readers(
     unreadable: list[dict[int, DatasetError]] = [{} for _ in located]
 
     def rows(index: int, source: DatasetSource, path: ManifestPath) -> Iterator[NumberedRow]:
-        raw = _raw_rows(source, format_path(path), base, task_names, environment, types)
+        part = dataset.sources[index] if dataset.sources else None
+        names = [part.environment] if part is not None and part.environment is not None else task_names
+        raw = completed(_raw_rows(source, format_path(path), base, task_names, environment, types), base, types, names)
         for number, (place, row) in enumerate(raw):
             if isinstance(row, DatasetError):
                 # An error is no JSON, as which rows are shuffled.

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from kuberoll_workers.harbor.hosts import normal_hosts
 from kuberoll_workers.harbor.mistakes import Key, Mistake, TaskError, deepest, field_name, line_of
+from kuberoll_workers.harbor.phases import Hosts, Network, NetworkMode, Phase
 from kuberoll_workers.harbor.servers import McpServer
+from kuberoll_workers.harbor.setup import Setup
 from kuberoll_workers.harbor.tables import (
     Command,
     Directory,
@@ -33,8 +34,6 @@ MOST_BYTES: Final = 1 << 20
 MACHINE: Final = "main"
 """Name of the agent's machine among the services of a task."""
 
-NetworkMode = Literal["no-network", "public", "allowlist"]
-
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]*")
 _SERVICE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 _NOT_PORTABLE = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
@@ -46,51 +45,6 @@ _NO_SERVICES = (
     "a task of KubeRoll has one machine, and no services of docker compose beside it: put what the service does into "
     "the image"
 )
-
-
-class Network(Table):
-    """What a machine may reach.
-
-    Attributes:
-        mode: `no-network`, `public`, or `allowlist`: only `hosts`.
-    """
-
-    mode: NetworkMode = "public"
-    hosts: list[str] = Field(default_factory=list)
-
-
-class _Hosts(Table):
-    """A table with an allowlist."""
-
-    allowed_hosts: Annotated[list[str], AfterValidator(normal_hosts)] | None = None
-
-    def _check_hosts(self, mode: NetworkMode | None, *, given: bool) -> None:
-        if given and mode != "allowlist":
-            raise ValueError('allowed_hosts is only for network_mode = "allowlist": set that, or remove the hosts')
-
-
-class Phase(_Hosts):
-    """Who runs in a machine, and what the machine may reach meanwhile.
-
-    Attributes:
-        network_mode: None: what the machine may reach at all times.
-    """
-
-    network_mode: NetworkMode | None = None
-    user: User | None = None
-
-    @model_validator(mode="after")
-    def _hosts_of_a_list(self) -> Self:
-        hosts = self.allowed_hosts
-        # An empty list means something only with a mode.
-        self._check_hosts(self.network_mode, given=hosts is not None if self.network_mode is None else bool(hosts))
-        return self
-
-    @property
-    def network(self) -> Network | None:
-        if self.network_mode is None:
-            return None
-        return Network(mode=self.network_mode, hosts=list(self.allowed_hosts or ()))
 
 
 class Author(Table):
@@ -142,7 +96,7 @@ class Healthcheck(Table):
     retries: Annotated[int, Field(le=10**6, ge=-(10**6))] = 3
 
 
-class Environment(_Hosts):
+class Environment(Hosts):
     """`[environment]`: the machine, its image and its limits.
 
     Attributes:
@@ -212,7 +166,7 @@ class Environment(_Hosts):
 
     @model_validator(mode="after")
     def _hosts_of_a_list(self) -> Self:
-        self._check_hosts(self.network_mode, given=bool(self.allowed_hosts))
+        self.check_hosts(self.network_mode, given=bool(self.allowed_hosts))
         return self
 
     @property
@@ -373,6 +327,7 @@ class Configuration(Table):
     agent: Agent = Field(default_factory=Agent)
     environment: Environment = Field(default_factory=Environment)
     solution: Solution = Field(default_factory=Solution)
+    setup: Setup = Field(default_factory=Setup)
     source: str | None = None
     multi_step_reward_strategy: Literal["mean", "final"] | None = None
     steps: list[Step] | None = None
@@ -433,6 +388,19 @@ def parse_configuration(text: str, file: Path) -> Configuration:
     except (ValueError, RecursionError) as error:
         reason = "tables or lists are nested too deep" if isinstance(error, RecursionError) else str(error)
         raise TaskError([Mistake(file=file, message=f"not TOML that can be read: {reason}")]) from error
+    return configuration_of(document, text, file)
+
+
+def configuration_of(document: dict[str, Any], text: str, file: Path) -> Configuration:
+    """The configuration that a document has.
+
+    Args:
+        text: The document as TOML, for the lines of mistakes; empty: it has none.
+        file: What it comes from.
+
+    Raises:
+        TaskError: Something in it is invalid or not served; with all mistakes.
+    """
     try:
         return Configuration.model_validate(document)
     except ValidationError as error:

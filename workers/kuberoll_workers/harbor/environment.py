@@ -24,6 +24,8 @@ from kuberoll_workers.environments.interface import (
 from kuberoll_workers.environments.outcome import SCALAR, EpisodeLost
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.harbor.agents import Agent, CommandAgent, Work
+from kuberoll_workers.harbor.given import KEY as TASK_KEY
+from kuberoll_workers.harbor.given import NOWHERE
 from kuberoll_workers.harbor.machines import check_task, given_variables, reach, spec_of
 from kuberoll_workers.harbor.playing import Player, TaskResult, state_of
 from kuberoll_workers.harbor.rewards import KEY, worth
@@ -110,7 +112,7 @@ class SandboxAgents(EnvironmentInterface):
         request = AgentRequest.decode(metadata or {})
         task = _task_of(request.metadata)
         episode = request.episode(messages, self._config)
-        directory = find_directory(task["directory"])
+        directory = directory_of(task)
         try:
             result = await self._player.play(task, directory, self._agent, episode)
         except SandboxLost as error:
@@ -174,19 +176,22 @@ def _task_of(metadata: Metadata) -> Mapping[str, Any]:
     if not isinstance(task, Mapping):
         raise UnusableRow(
             f"metadata.{FIELD} is missing: rows of an environment with a sandbox are tasks; let dataset.source.uri "
-            "name a directory of them"
+            f"name a directory of them, or let the row describe one (metadata.{TASK_KEY}: directory, or tests)"
         )
     return task
 
 
-def find_directory(name: str) -> Path:
+def directory_of(task: Mapping[str, Any]) -> Path:
     """The directory of a task: as it is, or beside the manifest, where modules of environments are.
 
     Raises:
         UnusableRow: It is not here.
     """
+    name = task.get("directory")
+    if name is None:
+        return NOWHERE
     for place in ("", *sys.path):
         path = Path(place or os.curdir, name)
-        if (path / "task.toml").is_file():
+        if path.is_dir():
             return path.resolve()
     raise UnusableRow(f"the task's directory {name} is not here: the job must run where its tasks are")

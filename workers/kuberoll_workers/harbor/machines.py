@@ -14,6 +14,7 @@ from kuberoll_workers.environments.interface import UnusableRow
 from kuberoll_workers.harbor.images import UnknownImage, image_of
 from kuberoll_workers.sandboxes.driver import SandboxSpec
 from kuberoll_workers.sandboxes.egress.variables import variables as egress_variables
+from kuberoll_workers.sandboxes.images.references import HOST
 
 PROXY_PORT: Final = 3128
 """Port of the proxy in a sandbox with an allowlist."""
@@ -68,8 +69,11 @@ def spec_of(machine: Mapping[str, Any], job: Sandbox, variables: Mapping[str, st
     )
 
 
-def reach(wanted: Mapping[str, Any], allowed: SandboxNetwork | None) -> Reach:
+def reach(wanted: Mapping[str, Any], allowed: SandboxNetwork | None, *, field: str = "network_mode") -> Reach:
     """What a sandbox reaches: what a row wants (`harbor.rows`, NETWORK), as far as its job allows.
+
+    Args:
+        field: Where the task says so.
 
     Raises:
         UnusableRow: The job says nothing, and the row wants something: without it tests could fail that would pass.
@@ -79,7 +83,7 @@ def reach(wanted: Mapping[str, Any], allowed: SandboxNetwork | None) -> Reach:
         return Reach("None")
     if allowed is None:
         raise UnusableRow(
-            f"the task's network_mode is {mode} (public is the default of Harbor), and the job says nothing of "
+            f"the task's {field} is {mode} (public is the default of Harbor), and the job says nothing of "
             "networks: set environments[].sandbox.network.mode to All, to Allowlist with hosts, or to None, where "
             "tasks are played without a network whatever they say"
         )
@@ -97,6 +101,33 @@ def reach(wanted: Mapping[str, Any], allowed: SandboxNetwork | None) -> Reach:
     return Reach("Allowlist", hosts)
 
 
+def setup_reach(machine: Mapping[str, Any], usual: Reach, allowed: SandboxNetwork | None) -> Reach:
+    """What a machine reaches while it is set up; only a proxy can be taken away from it then.
+
+    Raises:
+        UnusableRow: The job does not allow it, or nothing could be installed.
+    """
+    setup = machine.get("setup", {})
+    if "network" not in setup or usual.mode == "All":
+        found = usual
+    else:
+        found = reach(setup["network"], allowed, field="[setup] network_mode")
+        if found.mode == "All":
+            raise UnusableRow(
+                "[setup] may reach everything, and its machine not: name the hosts that it needs (network_mode = "
+                '"allowlist" and allowed_hosts)'
+            )
+        found = usual if found.mode == "None" else found
+    if found.mode == "None" and setup.get("indexed"):
+        raise UnusableRow(
+            "the task's requirements are installed from an index, and its set-up reaches none: put the distributions "
+            "into the task's directory wheels/ (pip download -r requirements.txt -d wheels), or name the index's hosts "
+            'in the task ([setup] network_mode = "allowlist", allowed_hosts) and in '
+            "environments[].sandbox.network.allowedHosts"
+        )
+    return found
+
+
 def check_task(task: Mapping[str, Any], allowed: SandboxNetwork | None) -> None:
     """Check that a task asks for nothing that would be left out without a word.
 
@@ -105,6 +136,7 @@ def check_task(task: Mapping[str, Any], allowed: SandboxNetwork | None) -> None:
     """
     machine = task["machine"]
     usual = reach(machine["network"], allowed)
+    setup_reach(machine, usual, allowed)
     for step in task["steps"]:
         phases = {"agent": step.get("agent", {})}
         if step["verifier"].get("machine") is None:
@@ -154,6 +186,8 @@ def quantity(value: str | int) -> float:
 
 
 def _image(machine: Mapping[str, Any], job: Sandbox) -> str:
+    if machine.get("image") is None and "build" not in machine:
+        return job.image or HOST
     try:
         return image_of(machine, job.built_images)
     except UnknownImage as error:

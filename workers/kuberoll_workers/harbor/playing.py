@@ -20,13 +20,15 @@ from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
 from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.environments.outcome import StepRaised
 from kuberoll_workers.harbor.agents import Agent, Work, ending, run_program
-from kuberoll_workers.harbor.machines import PROXY_PORT, Reach, check_task, reach, resolved, spec_of
+from kuberoll_workers.harbor.machines import PROXY_PORT, Reach, check_task, reach, resolved, setup_reach, spec_of
 from kuberoll_workers.harbor.rewards import combine, shortfall
+from kuberoll_workers.harbor.setting_up import set_up
 from kuberoll_workers.harbor.verifier import verify
 from kuberoll_workers.sandboxes.egress.proxy import EgressProxy
 from kuberoll_workers.sandboxes.egress.rules import AllowedHosts
+from kuberoll_workers.sandboxes.egress.variables import variables as egress_variables
 from kuberoll_workers.sandboxes.handle import Sandbox
-from kuberoll_workers.sandboxes.leases import Sandboxes
+from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
 
 AGENT_LOGS: Final = "/logs/agent"
 ARTIFACTS: Final = "/logs/artifacts"
@@ -85,11 +87,8 @@ class Player:
             UnusableRow: It asks for what the job does not allow.
         """
         check_task(task, self.options.network)
-        network = reach(task["machine"]["network"], self.options.network)
-        spec = spec_of(task["machine"], self.options, self.variables, network=network)
-        async with self.sandboxes.lease(spec) as lease, _way_out(lease.sandbox, network):
+        async with self._machine(task["machine"], directory) as lease:
             sandbox = lease.sandbox
-            await self._prepare(sandbox, task, directory)
             played: list[dict[str, float]] = []
             late = 0
             for step in task["steps"]:
@@ -104,13 +103,32 @@ class Player:
             raise TaskFailed("no step of the task has a reward")
         return TaskResult(rewards=found, steps=played, agent_timeouts=late, start_seconds=lease.start_seconds)
 
-    async def _prepare(self, sandbox: Sandbox, task: Mapping[str, Any], directory: Path) -> None:
-        for path in (AGENT_LOGS, ARTIFACTS):
-            await sandbox.make_directory(path, mode=0o777, user="0")
-        machine = task["machine"]
-        if (source := machine.get("upload")) is not None:
-            await sandbox.upload(directory / source, await sandbox.workdir(), user="0")
-        await _await_health(sandbox, machine.get("healthcheck"))
+    @contextlib.asynccontextmanager
+    async def _machine(
+        self, machine: Mapping[str, Any], directory: Path, *, is_agent_s: bool = True
+    ) -> AsyncIterator[Lease]:
+        """A machine of a task (`harbor.rows`, MACHINE) that is ready, for the time of the block."""
+        network = reach(machine["network"], self.options.network)
+        before = setup_reach(machine, network, self.options.network)
+        spec = spec_of(machine, self.options, self.variables, network=network)
+        async with self.sandboxes.lease(spec) as lease, _way_out(lease.sandbox, before) as proxy:
+            sandbox, setup = lease.sandbox, machine.get("setup")
+            for path in (AGENT_LOGS, ARTIFACTS) if is_agent_s else ():
+                await sandbox.make_directory(path, mode=0o777, user="0")
+            if (source := machine.get("upload")) is not None and (is_agent_s or setup is not None):
+                await sandbox.upload(directory / source, await sandbox.workdir(), user="0")
+            if setup is not None:
+                variables = egress_variables(PROXY_PORT) if before.mode == "Allowlist" else {}
+                await set_up(
+                    sandbox,
+                    setup,
+                    directory,
+                    environment={**variables, **resolved(setup.get("env", {}), self.variables)},
+                )
+            if proxy is not None and before != network:
+                await proxy.restrict(AllowedHosts.of(network.hosts))
+            await _await_health(sandbox, machine.get("healthcheck"))
+            yield lease
 
     async def _work(
         self,
@@ -160,26 +178,23 @@ class Player:
         environment = resolved(verifier.get("env", {}), self.variables)
         if (machine := verifier.get("machine")) is None:
             return await verify(sandbox, verifier, directory, environment=environment)
-        network = reach(machine["network"], self.options.network)
-        spec = spec_of(machine, self.options, self.variables, network=network)
         archives = await _artifacts(sandbox, step)
-        async with self.sandboxes.lease(spec) as own, _way_out(own.sandbox, network):
-            await _await_health(own.sandbox, machine.get("healthcheck"))
+        async with self._machine(machine, directory, is_agent_s=False) as own:
             for path, archive in archives.items():
                 await own.sandbox.unpack(archive, path, user="0")
             return await verify(own.sandbox, verifier, directory, environment=environment)
 
 
 @contextlib.asynccontextmanager
-async def _way_out(sandbox: Sandbox, network: Reach) -> AsyncIterator[None]:
-    """Give a sandbox the proxy that lets it reach the hosts of an allowlist, and nothing else."""
+async def _way_out(sandbox: Sandbox, network: Reach) -> AsyncIterator[EgressProxy | None]:
+    """Give a sandbox the proxy that lets it reach the hosts of an allowlist, and nothing else; None: it needs none."""
     if network.mode != "Allowlist":
-        yield
+        yield None
         return
     proxy = EgressProxy(AllowedHosts.of(network.hosts))
     try:
         await sandbox.forward("127.0.0.1", await proxy.open(), inside=PROXY_PORT)
-        yield
+        yield proxy
     finally:
         await proxy.close()
         if proxy.refused:

@@ -2,10 +2,11 @@
 
 The prompt is the instruction, of the first step if there are several, as the user's message. `task_id` and `idx` are
 the task's name. In `metadata.harbor` a field that says nothing is absent; times are in seconds, sizes in MiB, and
-paths of files are relative to `directory`, with `/`:
+paths of files are relative to `directory`, with `/`. Rows of files may describe tasks in `metadata.task`, which stands
+in `harbor.given` and is read into this form:
 
 task            name
-directory       the task's directory: relative to the manifest's, or absolute, as `source.uri` is
+directory       the task's directory: relative to the manifest's, or absolute, as `source.uri` is; absent: it has none
 digest          SHA-256 of all that decides a trajectory or its rewards (`Task.digest`)
 machine         MACHINE of the agent
 steps           list of STEP, at least one; they follow each other in one machine
@@ -16,7 +17,8 @@ about           the table [metadata], with dates, NaN and integers beyond 64 bit
 MACHINE:
 
 image           reference of an image that is there; or
-build           {directory, digest}: the Dockerfile's directory, and what names the image (`images.image_of`)
+build           {directory, digest}: the Dockerfile's directory, and what names the image (`images.image_of`); absent,
+                as `image` is: the job says which, or else it is the host's own root, where the driver has that
 start_timeout   limit of pulling the image and starting the machine
 cpus, memory_mb, storage_mb, gpus
                 limits; absent: none is set
@@ -28,6 +30,21 @@ healthcheck     HEALTHCHECK: the machine is ready when it succeeds
 mcp_servers     list of {name, transport, url or command, args, headers}: what the agent is given
 skills_dir      directory in the machine with skills for the agent
 upload          directory whose files go into the working directory when the machine has started
+setup           SETUP: what is done then, before the healthcheck
+
+SETUP, in this order:
+
+files           texts by path: written below the working directory, or where the path is absolute
+requirements, packages
+                file, and text, of requirements of Python: installed into a virtual environment
+wheels          directory of distributions, from which alone they come
+indexed         true: they come from an index, which has to be reached
+script, commands
+                file, and text, of scripts, run in the working directory
+timeout         of all of it
+user            whom scripts run as
+env             VARIABLES of scripts and installations
+network         NETWORK meanwhile; absent: that of the machine
 
 STEP:
 
@@ -48,6 +65,7 @@ VERIFIER:
 machine         MACHINE of its own; absent: the agent's, after the agent and all of its processes are gone
 tests           directories whose files go into /tests, in this order, without those that .harborignore leaves out
                 (`files.TaskFiles.selected`); absent: the image has them
+files           texts by path below /tests, which win over those
 script          path below /tests: made executable, then run as the user; its output goes to
                 /logs/verifier/test-stdout.txt, and its exit code means nothing
 timeout, user, network
@@ -72,8 +90,10 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any, Final
 
-from kuberoll_workers.harbor.configuration import Artifact, Healthcheck, Network
+from kuberoll_workers.harbor.configuration import Artifact, Healthcheck
+from kuberoll_workers.harbor.phases import Network
 from kuberoll_workers.harbor.servers import McpServer
+from kuberoll_workers.harbor.setup import setup_fields
 from kuberoll_workers.harbor.task import Machine, Stage, Task, Verification
 
 FIELD: Final = "harbor"
@@ -82,21 +102,26 @@ FIELD: Final = "harbor"
 _MOST_DEPTH: Final = 32
 
 
-def row_of(task: Task, directory: str) -> dict[str, Any]:
+def row_of(task: Task, directory: str | None) -> dict[str, Any]:
     """A task as a row, JSON values only.
 
     Args:
-        directory: The task's directory as the job names it.
+        directory: The task's directory as the job names it; None: it has none.
     """
     return {
         "messages": [{"role": "user", "content": task.stages[0].instruction}],
         "task_id": task.name,
         "idx": task.name,
-        "metadata": {FIELD: _given(_fields(task, directory))},
+        "metadata": {FIELD: task_fields(task, directory)},
     }
 
 
-def _fields(task: Task, directory: str) -> dict[str, Any]:
+def task_fields(task: Task, directory: str | None) -> dict[str, Any]:
+    """`metadata.harbor` of a task."""
+    return _given(_fields(task, directory))
+
+
+def _fields(task: Task, directory: str | None) -> dict[str, Any]:
     configuration = task.configuration
     return {
         "task": task.name,
@@ -133,8 +158,17 @@ def machine_fields(machine: Machine, root: Path) -> dict[str, Any]:
             "mcp_servers": [_server_fields(server) for server in environment.mcp_servers],
             "skills_dir": environment.skills_dir,
             "upload": _relative(machine.upload, root),
+            "setup": _setup_fields(machine, root),
         }
     )
+
+
+def _setup_fields(machine: Machine, root: Path) -> dict[str, Any] | None:
+    if machine.setup is None:
+        return None
+    network = machine.setup.network
+    wanted = None if network is None else _network_fields(network)
+    return _given({**setup_fields(machine.setup, root), "network": wanted})
 
 
 def _step_fields(stage: Stage, root: Path, *, first: bool) -> dict[str, Any]:
@@ -159,6 +193,7 @@ def _verifier_fields(verification: Verification, root: Path) -> dict[str, Any]:
         {
             "machine": None if machine is None else machine_fields(machine, root),
             "tests": [_relative(directory, root) for directory in verification.tests],
+            "files": dict(verification.files),
             "script": verification.script,
             "timeout": verification.timeout,
             "user": verification.user,

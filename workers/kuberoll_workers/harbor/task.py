@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from kuberoll_workers.harbor.configuration import (
     FILE,
@@ -17,12 +19,16 @@ from kuberoll_workers.harbor.configuration import (
     Configuration,
     Environment,
     Healthcheck,
-    Network,
     Step,
+    configuration_of,
     read_configuration,
 )
 from kuberoll_workers.harbor.files import TaskFiles, UnusableFile, tree_digest
+from kuberoll_workers.harbor.given import KEY, NOWHERE, Given, merged
 from kuberoll_workers.harbor.mistakes import Mistake, TaskError
+from kuberoll_workers.harbor.phases import Network
+from kuberoll_workers.harbor.setup import FILES, REQUIREMENTS, WHEELS, SetUp, bad_requirements, needs_index
+from kuberoll_workers.harbor.setup import SCRIPT as SETUP_SCRIPT
 
 INSTRUCTION: Final = "instruction.md"
 SCRIPT: Final = "test.sh"
@@ -38,13 +44,14 @@ _CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine of a task, and where its image comes from: `image`, or else a build of `context`.
+    """A machine of a task, and where its image comes from: `image`, or else a build of `context`, or else the job.
 
     Attributes:
         image: Reference of an image that is there.
         context: Directory with the Dockerfile.
         digest: SHA-256 of the context's content, as 64 hexadecimal digits.
         upload: Directory whose files are put into the working directory when the machine starts.
+        setup: How it is set up then; None: it is ready.
     """
 
     environment: Environment
@@ -52,6 +59,7 @@ class Machine:
     context: Path | None = None
     digest: str | None = None
     upload: Path | None = None
+    setup: SetUp | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,7 @@ class Verification:
     Attributes:
         machine: The verifier's own; None: the agent's.
         tests: Directories that are put into /tests, in this order; the files of a later one win.
+        files: Further files of /tests, which win over those: texts by path.
         script: Path of the script in /tests.
         timeout: In seconds.
         user: None: that of the image.
@@ -70,6 +79,7 @@ class Verification:
 
     machine: Machine | None
     tests: tuple[Path, ...]
+    files: Mapping[str, str]
     script: str
     timeout: float
     user: str | int | None
@@ -125,18 +135,30 @@ class Task:
     digest: str
 
 
+def is_task(directory: Path) -> bool:
+    """True if a directory is a task: it has a task.toml, or else an instruction.md or a tests/test.sh."""
+    return any((directory / name).is_file() for name in (FILE, INSTRUCTION, f"tests/{SCRIPT}"))
+
+
+def tasks_in(directory: Path) -> list[Path]:
+    """The directories of tasks in a folder, by name."""
+    names = (FILE, INSTRUCTION, f"tests/{SCRIPT}")
+    return sorted(
+        {directory / file.relative_to(directory).parts[0] for name in names for file in directory.glob(f"*/{name}")}
+    )
+
+
 def find_tasks(directory: Path) -> list[Path]:
     """The task's directory itself, or the directories of the tasks in a folder, by name.
 
     Raises:
         TaskError: There is no task.
     """
-    if (directory / FILE).is_file():
+    if is_task(directory):
         return [directory]
-    found = sorted(file.parent for file in directory.glob(f"*/{FILE}") if file.is_file())
-    if found:
+    if found := [path for path in tasks_in(directory) if is_task(path)]:
         return found
-    message = f"holds no task: neither {FILE} nor directories with one"
+    message = f"holds no task: neither {FILE} nor {INSTRUCTION}, nor directories with one"
     nested = next(directory.glob(f"*/*/{FILE}"), None)
     if nested is not None:
         message += f"; name the folder {nested.parent.parent}"
@@ -182,21 +204,46 @@ class TaskNames:
             raise TaskError([Mistake(file=task.directory / FILE, field="task.name", message=message)])
 
 
-def read_task(directory: Path) -> Task:
+def read_task(directory: Path | None, given: Given | None = None) -> Task:
     """Read a task; nothing in its directory is changed.
+
+    Args:
+        directory: None: it has none, and `given` says everything.
+        given: What a row says of it.
 
     Raises:
         TaskError: It cannot be read, or KubeRoll does not serve it; with all mistakes.
     """
-    return _Reader(directory, read_configuration(directory / FILE)).task()
+    if directory is not None and not directory.is_dir():
+        raise TaskError([Mistake(file=directory, message="is no directory: a task has one")])
+    configuration, is_harbor_s = _configuration(directory, Given() if given is None else given)
+    return _Reader(directory or NOWHERE, configuration, given or Given(), is_harbor_s=is_harbor_s).task()
+
+
+def _configuration(directory: Path | None, given: Given) -> tuple[Configuration, bool]:
+    """A task's configuration, and whether it is one for Harbor: that a task without an image is not."""
+    # Harbor's tasks reach everything unless they say something else; those that it does not read reach nothing.
+    document: dict[str, Any] = {"environment": {"network_mode": "no-network"}}
+    is_harbor_s = False
+    if directory is not None and (directory / FILE).exists():
+        own = read_configuration(directory / FILE)
+        has_image = own.environment.docker_image is not None or (directory / "environment" / DOCKERFILE).is_file()
+        is_harbor_s = has_image and "setup" not in own.model_fields_set
+        if not given.tables:
+            return own, is_harbor_s
+        document = tomllib.loads((directory / FILE).read_text(encoding="utf-8"))
+    return configuration_of(merged(document, given.tables), "", Path(f"metadata.{KEY}")), is_harbor_s
 
 
 class _Reader:
     """Reads what belongs to a configuration, and notes what is missing."""
 
-    def __init__(self, directory: Path, configuration: Configuration) -> None:
+    def __init__(self, directory: Path, configuration: Configuration, given: Given, *, is_harbor_s: bool) -> None:
+        """`is_harbor_s`: it has an image of its own, and is played as Harbor does."""
         self._directory = directory
         self._configuration = configuration
+        self._given = given
+        self._is_harbor_s = is_harbor_s
         self._files = TaskFiles(directory)
         self._mistakes: list[Mistake] = []
         self._contexts: dict[Path, str] = {}
@@ -216,28 +263,79 @@ class _Reader:
         package = self._configuration.task
         return Task(
             directory=self._directory,
-            name=self._directory.resolve().name if package is None else package.name,
+            name=self._name() if package is None else package.name,
             configuration=self._configuration,
             machine=machine,
             stages=tuple(stages),
             digest=digest,
         )
 
+    def _name(self) -> str:
+        if self._given.name is not None:
+            return self._given.name
+        return "task" if self._directory == NOWHERE else self._directory.resolve().name
+
     def _agent_machine(self) -> Machine:
         environment, directory = self._configuration.environment, self._directory / "environment"
         self._refuse_services(directory)
-        if environment.docker_image is None:
-            if not (directory / DOCKERFILE).is_file():
-                self._note(
-                    directory / DOCKERFILE,
-                    f"is missing; the task needs it, or docker_image in the table [environment] of {FILE}",
-                )
-                return Machine(environment=environment)
-            return self._built(environment, directory)
-        if not directory.is_dir() or (directory / DOCKERFILE).exists() or not any(directory.iterdir()):
-            return Machine(environment=environment, image=environment.docker_image)
-        self._uploaded.append(directory.name)
-        return Machine(environment=environment, image=environment.docker_image, upload=directory)
+        setup = self._setup()
+        if environment.docker_image is None and (directory / DOCKERFILE).is_file():
+            return replace(self._built(environment, directory), setup=setup)
+        has_files = directory.is_dir() and not (directory / DOCKERFILE).exists() and any(directory.iterdir())
+        upload = directory if has_files else None
+        own = self._directory / FILES
+        if not self._is_harbor_s and own.is_dir():
+            if upload is not None:
+                self._note(own, f"and {directory.name} both have files for the working directory: keep one of them")
+            upload = own
+        if upload is not None:
+            self._uploaded.append(upload.name)
+        return Machine(environment=environment, image=environment.docker_image, upload=upload, setup=setup)
+
+    def _setup(self) -> SetUp | None:
+        """What sets machines up: what a row says, and what the directory has, unless the task is Harbor's."""
+        given, options = self._given, self._configuration.setup
+        own = not self._is_harbor_s
+        script, named, wheels = (self._directory / name for name in (SETUP_SCRIPT, REQUIREMENTS, WHEELS))
+        requirements = named if own and named.exists() else None
+        text = self._text(requirements)
+        has_wheels = own and wheels.is_dir()
+        setup = SetUp(
+            options=options,
+            files=given.files,
+            requirements=requirements,
+            packages=given.packages,
+            wheels=wheels if has_wheels else None,
+            script=script if own and script.exists() else None,
+            commands=given.commands,
+            network=options.network,
+            indexed=not has_wheels and needs_index(f"{text}\n{given.packages}"),
+        )
+        for path in (setup.requirements, setup.script):
+            if path is not None and not path.is_file():
+                self._note(path, "is no file")
+        places = [(named, None, text), (Path(f"metadata.{KEY}"), "requirements", given.packages)]
+        self._mistakes += [
+            Mistake(file=place, line=line, field=field, message=message)
+            for place, field, given_text in places
+            for line, message in bad_requirements(given_text)
+        ]
+        if own:
+            found = (setup.script, setup.requirements, setup.wheels)
+            self._uploaded += [path.name for path in found if path is not None]
+        return None if setup.is_empty else setup
+
+    def _text(self, file: Path | None) -> str:
+        """The text of a file of the set-up; empty after a note, or if there is none."""
+        if file is None or not file.is_file():
+            return ""
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            self._note(file, "not UTF-8; save the file as UTF-8")
+        except OSError as error:
+            self._note(file, f"cannot be read: {error.strerror or error}")
+        return ""
 
     def _built(self, environment: Environment, context: Path) -> Machine:
         if context not in self._contexts:
@@ -258,7 +356,7 @@ class _Reader:
             )
         return Stage(
             name=None if step is None else step.name,
-            instruction=self._instruction(directory / INSTRUCTION),
+            instruction=self._instruction(directory / INSTRUCTION, step),
             timeout=agent.timeout_sec if agent.timeout_sec is not None else configuration.agent.timeout_sec,
             user=agent.user if agent.user is not None else configuration.agent.user,
             network=agent.network or configuration.agent.network or machine.environment.network,
@@ -270,7 +368,12 @@ class _Reader:
             artifacts=(*configuration.artifacts, *(() if step is None else step.artifacts)),
         )
 
-    def _instruction(self, file: Path) -> str:
+    def _instruction(self, file: Path, step: Step | None) -> str:
+        if self._given.has_prompt and step in (None, *(self._configuration.steps or ())[:1]):
+            return ""
+        if self._directory == NOWHERE:
+            self._note(Path(f"metadata.{KEY}"), "has no directory with an instruction.md, and the row has no prompt")
+            return ""
         try:
             text = _without_canary(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -296,6 +399,7 @@ class _Reader:
         return Verification(
             machine=own,
             tests=() if bundled else tuple(place for place in places if place.is_dir()),
+            files=self._given.tests,
             script=SCRIPT,
             # Steps do not inherit it.
             timeout=verifier.timeout_sec,
@@ -327,12 +431,15 @@ class _Reader:
                 context=machine.context,
                 digest=machine.digest,
                 upload=machine.upload,
+                setup=machine.setup,
             ),
             False,
         )
 
     def _check_script(self, places: Sequence[Path]) -> None:
         """Note that no directory has the tests' script, or that rules leave it out."""
+        if SCRIPT in self._given.tests:
+            return
         script = next((place / SCRIPT for place in reversed(places) if (place / SCRIPT).exists()), None)
         if script is None:
             self._note(places[-1] / SCRIPT, "is missing; it writes the reward into /logs/verifier")
@@ -359,6 +466,10 @@ class _Reader:
             self._tried(partial(self._files.selected, self._directory / place))
         self._tried(partial(self._files.selected, self._directory / "solution"))
         own = self._tried(partial(self._files.digest, trees))
+        if (given := asdict(self._given)) != asdict(Given(has_prompt=self._given.has_prompt, name=self._given.name)):
+            # Without its name: a row of the same content is the same task.
+            given["name"] = None
+            own = f"{own} {json.dumps(given, sort_keys=True)}"
         return hashlib.sha256(" ".join([own or "", *sorted(self._contexts.values())]).encode()).hexdigest()
 
     def _note(self, path: Path, message: str) -> None:

@@ -40,15 +40,19 @@ async def verify(
         VerifierFailed: The tests exceed their time, cannot be run, or write no reward.
     """
     # What the agent has left in their place, links among it, is nobody's. Without tests of the task the image has them.
-    for path in (*((TESTS,) if verifier.get("tests") else ()), LOGS):
+    for path in (*((TESTS,) if verifier.get("tests") or verifier.get("files") else ()), LOGS):
         await sandbox.remove(path, user="0")
     await sandbox.make_directory(LOGS, mode=0o777, user="0")
     files = TaskFiles(directory)
     for tests in verifier.get("tests", ()):
         await upload(sandbox, files, directory / tests, TESTS)
+    for name, text in verifier.get("files", {}).items():
+        await sandbox.write(f"{TESTS}/{name}", text, user="0")
     script = verifier["script"]
     sources = [directory / tests / script for tests in verifier.get("tests", ())]
-    if source := next((path for path in reversed(sources) if path.is_file()), None):
+    if script in verifier.get("files", {}):
+        await sandbox.write(f"{TESTS}/{script}", verifier["files"][script], mode=0o755, user="0")
+    elif source := next((path for path in reversed(sources) if path.is_file()), None):
         await make_executable(sandbox, f"{TESTS}/{script}", source)
     timeout = verifier.get("timeout")
     done = await run_program(

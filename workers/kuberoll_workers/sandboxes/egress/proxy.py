@@ -106,6 +106,14 @@ class EgressProxy:
         """Stop, with all connections."""
         if self._server is not None:
             self._server.close()
+        await self._end_all()
+
+    async def restrict(self, allowed: AllowedHosts) -> None:
+        """Let only these hosts be reached from now on; connections that there are end."""
+        self._allowed = allowed
+        await self._end_all()
+
+    async def _end_all(self) -> None:
         while others := self._serving - {asyncio.current_task()}:
             for task in others:
                 task.cancel()

@@ -1,9 +1,9 @@
 """References of images: what a manifest, a row or a person writes to name one.
 
 `NAME[:TAG][@DIGEST]` in a registry, `oci:DIRECTORY[:TAG]` in an OCI layout, `docker-archive:FILE[:NAME]` in what
-`docker save` and `podman save` write, and `host:/` for this machine's own root, without an image. The grammar of names and their completion (`debian` is
-`docker.io/library/debian:latest`) are those of distribution's package `reference`; the colons after `oci:` and
-`docker-archive:` are those of containers-transports(5).
+`docker save` and `podman save` write, and `host:/` for the root of the host itself, without an image. The grammar of
+names and their completion (`debian` is `docker.io/library/debian:latest`) are those of distribution's package
+`reference`; the colons after `oci:` and `docker-archive:` are those of containers-transports(5).
 """
 
 from __future__ import annotations

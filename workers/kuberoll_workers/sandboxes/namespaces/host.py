@@ -1,9 +1,9 @@
-"""The host's own root as the root of sandboxes, for tasks without an image: its programs, and nothing that is anybody's.
+"""The host's own root as that of sandboxes, for tasks without an image: its programs, and nothing that is anybody's.
 
 `/usr`, and what of `/bin`, `/sbin` and `/lib*` is no link into it, are mounted read-only. Of `/etc` a few files are
-copied that programs need and everybody may read. There are users of its own (root, `user` and nobody), an empty `/root`,
-`/home`, `/opt`, `/srv`, `/tmp` and `/var`. Nothing else of the host is there: no home directory, no `/run` with its
-sockets and tokens, no `/opt`, no configuration of programs, which often has secrets.
+copied that programs need and everybody may read. There are users of its own (root, `user` and nobody), and an empty
+`/root`, `/home`, `/opt`, `/srv`, `/tmp` and `/var`. Nothing else of the host is there: no home directory, no `/run`
+with its sockets and tokens, no `/opt`, no configuration of programs, which often has secrets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WORKDIR: Final = "/work"
 """Where commands run unless something else is said."""
 
 _SYSTEM: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-# Links that programs are called through, the linker's cache, certificates, names of numbers; nothing that a person or an
-# administrator fills in.
+# Links that programs are called through, the linker's cache, certificates, names of numbers; nothing that a person
+# fills in.
 _COPIED: Final = (
     "alternatives",
     "ca-certificates",
@@ -95,8 +95,8 @@ def problem() -> str | None:
     if shell.startswith(tuple(f"/{name}/" for name in _SYSTEM)) and os.path.isfile(shell):
         return None
     return (
-        f"this host keeps its programs elsewhere than in /usr, /bin and /lib (/bin/sh is {shell}), so that its root can "
-        "be no sandbox's: give the task an image (docker_image), or the job one (sandbox.image)"
+        f"this host keeps its programs elsewhere than in /usr, /bin and /lib (/bin/sh is {shell}), so that its root "
+        "can be no sandbox's: give the task an image (docker_image), or the job one (sandbox.image)"
     )
 
 

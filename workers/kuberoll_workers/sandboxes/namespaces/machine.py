@@ -171,9 +171,7 @@ def _begin(
         os._exit(1)
 
 
-def _mount_root(
-    plan: Plan, layers: int, own: int, runtime: int, shown: list[int], devices: dict[str, int]
-) -> None:
+def _mount_root(plan: Plan, layers: int, own: int, runtime: int, shown: list[int], devices: dict[str, int]) -> None:
     place = f"/proc/self/fd/{own}"
     if plan.storage is not None:
         system.mount("tmpfs", f"{place}/disk", "tmpfs", options=f"size={plan.storage},mode=755")
