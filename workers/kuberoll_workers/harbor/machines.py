@@ -82,8 +82,9 @@ def reach(wanted: Mapping[str, Any], allowed: SandboxNetwork | None, *, field: s
     if mode == "no-network" or (allowed is not None and allowed.mode == "None"):
         return Reach("None")
     if allowed is None:
+        usual = " (which is Harbor's default)" if mode == "public" else ""
         raise UnusableRow(
-            f"the task's {field} is {mode} (public is the default of Harbor), and the job says nothing of "
+            f"the task's {field} is {mode}{usual}, and the job says nothing of "
             "networks: set environments[].sandbox.network.mode to All, to Allowlist with hosts, or to None, where "
             "tasks are played without a network whatever they say"
         )

@@ -473,6 +473,9 @@ class _Reader:
         return hashlib.sha256(" ".join([own or "", *sorted(self._contexts.values())]).encode()).hexdigest()
 
     def _note(self, path: Path, message: str) -> None:
+        if path.is_relative_to(NOWHERE):
+            # A row says what a directory would have.
+            path, message = Path(f"metadata.{KEY}"), f"{path.relative_to(NOWHERE)} {message}"
         self._mistakes.append(Mistake(file=path, message=message))
 
     def _tried(self, look: Callable[[], _Found]) -> _Found | None:
