@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -468,13 +467,9 @@ class _LocalRun:
             await asyncio.sleep(REFRESH_SECONDS)
 
     def _totals(self) -> RunProgress:
-        total = Progress()
-        for field in fields(Progress):
-            values = [getattr(progress, field.name) for progress in self._progress]
-            setattr(total, field.name, all(values) if field.name in ("done", "complete") else sum(values))
         return RunProgress(
             planned=self._planned,
-            progress=total,
+            progress=Progress.sum(self._progress),
             seconds=time.perf_counter() - self._workers_started,
             tokens_in_flight=0 if self._load is None else self._load.tokens,
         )

@@ -4,6 +4,7 @@
 processes share one endpoint (prometheus_client's multiprocess mode), which is how `kuberoll run` serves them.
 """
 
+from kuberoll_workers.telemetry.meters import Meters
 from kuberoll_workers.telemetry.rollouts import (
     FLUSH_SECONDS,
     Activity,
@@ -20,6 +21,7 @@ __all__ = [
     "Activity",
     "EnvironmentMetrics",
     "JournalMetrics",
+    "Meters",
     "RequestOutcome",
     "RolloutMetrics",
     "RoutingMetrics",

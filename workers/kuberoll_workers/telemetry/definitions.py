@@ -7,6 +7,7 @@ from typing import Final
 from kuberoll_api.metrics import Counter, Gauge, Histogram, Label, MetricGroup, metrics_by_name
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_START_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _REWARDS = (-10.0, -5.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
 _TURNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 _LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
@@ -175,6 +176,51 @@ PREFIX_VIOLATIONS: Final = Counter(
     help="Trajectories that failed because their context was not what was sent and sampled: a bug in the policy.",
 )
 
+SANDBOXES_IN_USE: Final = Gauge(
+    name="kuberoll_sandboxes_in_use",
+    unit="sandboxes",
+    labels=_ENVIRONMENT,
+    help="Sandboxes that trajectories have now.",
+)
+SANDBOXES_WAITING: Final = Gauge(
+    name="kuberoll_sandboxes_waiting",
+    unit="sandboxes",
+    labels=_ENVIRONMENT,
+    help="Sandboxes that trajectories wait for: those that start, and those whose start is held back by others.",
+)
+SANDBOX_STARTS: Final = Counter(
+    name="kuberoll_sandbox_starts_total",
+    unit="starts",
+    labels=(*_ENVIRONMENT, "result"),
+    help="Starts of sandboxes by result: started or failed. One that is cancelled with its trajectory is neither.",
+)
+SANDBOX_START_SECONDS: Final = Histogram(
+    name="kuberoll_sandbox_start_seconds",
+    unit="seconds",
+    labels=_ENVIRONMENT,
+    help="Wall seconds of a start that succeeded, the wait for other starts included.",
+    buckets=_START_SECONDS,
+)
+SANDBOXES_LOST: Final = Counter(
+    name="kuberoll_sandboxes_lost_total",
+    unit="sandboxes",
+    labels=_ENVIRONMENT,
+    help="Sandboxes that were gone before their trajectory had ended, also while they started; it starts over in "
+    "another one.",
+)
+SANDBOX_REMOVALS: Final = Counter(
+    name="kuberoll_sandbox_removals_total",
+    unit="removals",
+    labels=(*_ENVIRONMENT, "result"),
+    help="Removals of started sandboxes by result: removed or failed.",
+)
+SANDBOXES_LEFT: Final = Gauge(
+    name="kuberoll_sandboxes_left",
+    unit="sandboxes",
+    labels=_ENVIRONMENT,
+    help="Sandboxes whose removal failed, and whose lease has not ended yet; with it they end by themselves.",
+)
+
 JOURNAL_SYNC_SECONDS: Final = Histogram(
     name="kuberoll_journal_sync_seconds",
     unit="seconds",
@@ -328,6 +374,19 @@ DIRECT_WAITING_REQUESTS: Final = Gauge(
     over_processes="max",
 )
 
+SANDBOXES: Final = (
+    SANDBOXES_IN_USE,
+    SANDBOXES_WAITING,
+    SANDBOX_STARTS,
+    SANDBOX_START_SECONDS,
+    SANDBOXES_LOST,
+    SANDBOX_REMOVALS,
+    SANDBOXES_LEFT,
+)
+
+METERED: Final = SANDBOXES
+"""Metrics that environments count themselves (`telemetry.meters`)."""
+
 GROUPS: Final = (
     MetricGroup(
         "Trajectories",
@@ -392,6 +451,7 @@ GROUPS: Final = (
             SESSIONS_MOVED,
         ),
     ),
+    MetricGroup("Sandboxes", SANDBOXES),
     MetricGroup("The worker itself", (JOURNAL_SYNC_SECONDS, JOURNAL_ERRORS, EVENT_LOOP_LAG_SECONDS)),
 )
 

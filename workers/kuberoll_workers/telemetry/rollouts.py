@@ -9,12 +9,13 @@ from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry
 
-from kuberoll_api.metrics import Counter
+from kuberoll_api.metrics import Counter, Gauge, Histogram
 from kuberoll_workers.data.record import FailureKind
 from kuberoll_workers.telemetry import definitions as metrics
 from kuberoll_workers.telemetry.consumer import ConsumerMetrics
 from kuberoll_workers.telemetry.direct import DirectMetrics
 from kuberoll_workers.telemetry.idle import IdleMetrics
+from kuberoll_workers.telemetry.meters import Collector, MeterPublisher, series_name
 from kuberoll_workers.telemetry.routing import RoutingMetrics
 from kuberoll_workers.telemetry.tallies import HistogramTally, counter, gauge, histogram
 
@@ -63,12 +64,19 @@ class JournalMetrics:
 
 
 class Activity(NamedTuple):
-    """Trajectories that wait for generation and for environments now; turns and generated tokens since the start."""
+    """What a worker does now, and has done since its start.
+
+    Attributes:
+        generating, stepping: Trajectories that wait for generation, or for environments, now.
+        turns, tokens: Finished turns and generated tokens.
+        meters: What environments count themselves, summed over them, by `meters.series_name`.
+    """
 
     generating: int
     stepping: int
     turns: int
     tokens: int
+    meters: Mapping[str, float]
 
 
 class RolloutMetrics:
@@ -103,6 +111,11 @@ class RolloutMetrics:
         self._tokens = self._counters[metrics.TOKENS.name]
         self._reward = histogram(metrics.TRAJECTORY_REWARD, registry)
         self._reward_total = self._counters[metrics.REWARD.name]
+        self._metered: dict[str, Collector] = {
+            **self._counters,
+            **{metric.name: gauge(metric, registry) for metric in metrics.METERED if isinstance(metric, Gauge)},
+            **{metric.name: histogram(metric, registry) for metric in metrics.METERED if isinstance(metric, Histogram)},
+        }
         self._lag = histogram(metrics.EVENT_LOOP_LAG_SECONDS, registry).labels(job)
         self.journal_seconds = JournalMetrics(job, registry)
         self._environments: dict[str, EnvironmentMetrics] = {}
@@ -173,11 +186,17 @@ class RolloutMetrics:
     def activity(self) -> Activity:
         """Count the work of this process, with that of unfinished trajectories."""
         environments = self._environments.values()
+        meters: dict[str, float] = {}
+        for environment in environments:
+            for series, value in environment.meters.totals().items():
+                name = series_name(series)
+                meters[name] = meters.get(name, 0) + value
         return Activity(
             generating=self.generating,
             stepping=sum(environment.stepping for environment in environments),
             turns=sum(environment.turns for environment in environments),
             tokens=sum(environment.tokens for environment in environments),
+            meters=meters,
         )
 
 
@@ -209,6 +228,7 @@ class EnvironmentMetrics:
     Attributes:
         generating, stepping: Number of trajectories that wait for generation, or for the environment, now.
         turns, tokens: Finished turns and generated tokens since the start.
+        meters: Publishes what the environment counts itself.
     """
 
     def __init__(self, rollouts: RolloutMetrics, name: str) -> None:
@@ -229,6 +249,7 @@ class EnvironmentMetrics:
         self._gained = self._lost = 0.0
         self.generating = self.stepping = 0
         self.turns = self.tokens = 0
+        self.meters = MeterPublisher(rollouts._metered, labels)
         # Start at 0: Prometheus does not see the increase of a series that first appears above 0.
         rollouts._trajectories.labels(*labels, "failed")
         for stage in ("generation", "environment"):
@@ -296,6 +317,7 @@ class EnvironmentMetrics:
         for turns in self._by_bucket.values():
             turns.flush()
         self._flush_trajectories()
+        self.meters.flush()
 
     def _flush_trajectories(self) -> None:
         stops, self._stops = self._stops, {}

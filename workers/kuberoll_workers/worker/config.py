@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 import msgspec
@@ -110,6 +111,7 @@ class Progress:
         dropped: Dropped trajectories, `filtered` of them with their whole group: filtered out, or too old.
         generating, stepping: Trajectories that wait for generation, or for an environment, now.
         ended_turns, received_tokens: Turns and generated tokens, with those of unfinished trajectories.
+        meters: What environments count themselves, as in `Activity`.
         done: The worker has ended in good order.
         complete: Its shards have nothing left to do.
     """
@@ -128,6 +130,7 @@ class Progress:
     stepping: int = 0
     ended_turns: int = 0
     received_tokens: int = 0
+    meters: dict[str, float] = field(default_factory=dict)
     done: bool = False
     complete: bool = False
 
@@ -136,10 +139,25 @@ class Progress:
         """Number of stored results of all kinds."""
         return self.trajectories + self.failed + self.dropped
 
+    @classmethod
+    def sum(cls, parts: Sequence[Progress]) -> Progress:
+        """Counts of several workers together; they are done and complete if all are."""
+        total = cls()
+        for item in fields(cls):
+            values = [getattr(part, item.name) for part in parts]
+            if item.name == "meters":
+                # No counter of collections: it leaves out what is 0.
+                names = dict.fromkeys(name for meters in values for name in meters)
+                total.meters = {name: sum(meters.get(name, 0) for meters in values) for name in names}
+            else:
+                setattr(total, item.name, all(values) if item.name in ("done", "complete") else sum(values))
+        return total
+
     def update(self, activity: Activity) -> None:
         """Take over the counts of the present work."""
         self.generating, self.stepping = activity.generating, activity.stepping
         self.ended_turns, self.received_tokens = activity.turns, activity.tokens
+        self.meters = dict(activity.meters)
 
     def add(self, result: Result) -> None:
         """Count a stored trajectory."""

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from kuberoll_api import plugins
 from kuberoll_api.model.environments import Environment
@@ -14,13 +15,20 @@ from kuberoll_api.policy_access import POLICY_VARIABLES
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EnvironmentInterface
-from kuberoll_workers.environments.isolation import RemoteEnvironment, Servers, make_executor, remote_isolation
+from kuberoll_workers.environments.isolation import (
+    EnvironmentFactory,
+    RemoteEnvironment,
+    Servers,
+    make_executor,
+    remote_isolation,
+)
 from kuberoll_workers.environments.process_access import ProcessAccess
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.served_models import ServedModel, service_variables
 from kuberoll_workers.rollouts.player import PlayerFactory
+from kuberoll_workers.telemetry import Meters, RolloutMetrics
 from kuberoll_workers.worker.config import WorkerConfig
 
 # Servers in a cluster are started together with the first pod that asks for them.
@@ -171,20 +179,25 @@ def local_paths(*places: str | None) -> list[str]:
 
 @asynccontextmanager
 async def open_environments(
-    job: RolloutJob, *, protected: Sequence[str] = (), output: str = ""
+    job: RolloutJob, *, protected: Sequence[str] = (), output: str = "", metrics: RolloutMetrics | None = None
 ) -> AsyncIterator[dict[str, EnvironmentRunner]]:
     """Open the job's environments by name; they are closed at the end.
 
     Args:
         protected: Files and directories that processes of environments never reach.
         output: The run's directory or URI, to tell its episodes from those of other runs on the same servers.
+        metrics: Where environments in this process publish what they count themselves; None: nowhere.
     """
     scope = hashlib.blake2b(f"{job.metadata.name}\n{output}".encode(), digest_size=6).hexdigest()
     async with AsyncExitStack() as stack:
         runners = {}
         for spec in job.spec.environments:
+            plain = registry.PlainSpec.of(spec)
+            factory: EnvironmentFactory = plain
+            if spec.isolation == "Inline" and metrics is not None:
+                factory = _metered(plain, metrics.environment(spec.name).meters.watch)
             executor = make_executor(
-                registry.PlainSpec.of(spec),
+                factory,
                 isolation=spec.isolation,
                 processes=spec.processes,
                 spare=spec.call_spares,
@@ -195,3 +208,16 @@ async def open_environments(
             runners[spec.name] = EnvironmentRunner(executor, max_batch=spec.call_size)
             stack.push_async_callback(runners[spec.name].close)
         yield runners
+
+
+def _metered(factory: EnvironmentFactory, watch: Callable[[Meters], None]) -> EnvironmentFactory:
+    """A function that creates the environment, and has what it counts itself published."""
+
+    def make() -> Any:
+        environment = factory()
+        # Other people's environments may have something else of this name.
+        if isinstance(meters := getattr(environment, "meters", None), Meters):
+            watch(meters)
+        return environment
+
+    return make

@@ -182,7 +182,9 @@ async def run_worker(
         )
         stack.enter_context(endpoint_variables(environments_policy(config), config.services))
         environments = await stack.enter_async_context(
-            open_environments(job, protected=local_paths(config.output, config.turns), output=config.output)
+            open_environments(
+                job, protected=local_paths(config.output, config.turns), output=config.output, metrics=metrics
+            )
         )
         serve = None
         if policy is None:
