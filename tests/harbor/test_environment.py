@@ -9,14 +9,18 @@ import pytest
 
 from kuberoll_api.model.environments import SANDBOX_AGENT_TYPE, Environment
 from kuberoll_api.model.sandboxes import Sandbox
+from kuberoll_workers.data.sandbox_uses import SandboxUse, SandboxUses, uses_of
+from kuberoll_workers.environments.agents.request import AgentRequest
 from kuberoll_workers.environments.interface import UnusableRow
+from kuberoll_workers.environments.outcome import EpisodeLost
 from kuberoll_workers.environments.registry import UnusableEnvironment, create
 from kuberoll_workers.harbor.environment import SandboxAgents
+from kuberoll_workers.harbor.playing import TaskResult
 from kuberoll_workers.harbor.rows import row_of
 from kuberoll_workers.harbor.task import read_task
 from kuberoll_workers.sandboxes import drivers
 from kuberoll_workers.sandboxes.containers.driver import DockerDriver
-from kuberoll_workers.sandboxes.errors import SandboxUnavailable
+from kuberoll_workers.sandboxes.errors import SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.namespaces.driver import NamespaceDriver
 from tests.harbor.writing import write_task
 
@@ -69,6 +73,41 @@ def test_rows_are_refused_that_could_not_be_played(agents: SandboxAgents, tmp_pa
             agents.check_row(metadata)
     # Whether a registry has an image is known when it is asked.
     agents.check_row(metadata_of(tmp_path, "debian:bookworm-slim"))
+
+
+@pytest.mark.processes
+async def test_what_was_lost_on_the_way_is_in_the_state(
+    agents: SandboxAgents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    metadata = metadata_of(tmp_path, "debian:bookworm-slim")
+    use = SandboxUse(asked=100.0, start_seconds=1.0, seconds=5.0)
+    played = TaskResult(rewards={"reward": 1.0}, steps=[], agent_timeouts=0, start_seconds=1.0, sandboxes=[use])
+    outcomes: list[Any] = [SandboxLost("gone"), SandboxLost("gone again"), played, played]
+
+    class Loses:
+        """A player whose machines are lost."""
+
+        async def play(self, *_: object) -> TaskResult:
+            if isinstance(outcome := outcomes.pop(0), TaskResult):
+                return outcome
+            raise outcome
+
+    monkeypatch.setattr(agents, "_player", Loses())
+    request = AgentRequest(
+        id="one", metadata=metadata, tools=None, seed=1, base_url="", anthropic_base_url="", token="", model="policy"
+    ).encode()
+
+    async def step() -> SandboxUses | None:
+        found = await agents.step([[{"role": "user", "content": "x"}]], [request])
+        [state] = found.metadata or ()
+        return uses_of(state)
+
+    for _ in range(2):
+        with pytest.raises(EpisodeLost):
+            await step()
+    assert await step() == SandboxUses([use], lost=2)
+    assert await step() == SandboxUses([use], lost=0)
 
 
 def test_which_driver_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kuberoll_workers.environments.agents.commands import AgentFailed
 from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.environments.interface import UnusableRow
 from kuberoll_workers.harbor.agents import Agent, CommandAgent, NoAgent, OracleAgent, Work
-from kuberoll_workers.harbor.playing import Player, TaskResult
+from kuberoll_workers.harbor.playing import Player, TaskResult, state_of
 from kuberoll_workers.harbor.rows import row_of
 from kuberoll_workers.harbor.task import read_task
 from kuberoll_workers.harbor.verifier import VerifierFailed
@@ -179,6 +179,19 @@ async def test_what_an_agent_leaves_does_not_score(play: Playing) -> None:
         await work.sandbox.exec("rm -rf /tests /logs/verifier; ln -s /work /tests; ln -s /work /logs/verifier")
 
     assert (await play(link)).rewards == {"reward": 0.0}
+
+
+async def test_each_machine_that_a_task_had_is_in_its_result(play: Playing, sandboxes: Sandboxes) -> None:  # noqa: F811
+    own = 'environment_mode = "separate"'
+    found = await play(OracleAgent(), verifier=own)
+    assert sandboxes.started == len(found.sandboxes) == 2
+    task, verifier = found.sandboxes
+    assert found.start_seconds == task.start_seconds
+    assert task.began < verifier.asked
+    assert verifier.began + verifier.seconds <= task.began + task.seconds + 0.1
+    assert state_of(found)["sandboxes"][0] == {
+        "asked": task.asked, "start_seconds": task.start_seconds, "seconds": task.seconds, "left": False
+    }  # fmt: skip
 
 
 async def test_a_machine_that_is_lost_is_no_zero(play: Playing, sandboxes: Sandboxes) -> None:  # noqa: F811

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,9 @@ class SandboxAgents(EnvironmentInterface):
             variables=given_variables(config["variables"]),
             agent_seconds=options.timeouts.run_seconds,
         )
+        self.meters = self._player.sandboxes.meters
+        # How many sandboxes each episode under way has lost.
+        self._lost: Counter[str] = Counter()
 
     def check_row(self, metadata: Metadata) -> None:
         """See `EnvironmentInterface.check_row`."""
@@ -117,8 +121,10 @@ class SandboxAgents(EnvironmentInterface):
             result = await self._player.play(task, directory, self._agent, episode)
         except SandboxLost as error:
             # Not the agent's doing, nor the policy's: it plays again, in another sandbox.
+            self._lost[request.id] += 1
             raise EpisodeLost(str(error)) from error
-        return result, {**request.metadata, "result": state_of(result)}
+        state = {**state_of(result), "sandboxes_lost": self._lost.pop(request.id, 0)}
+        return result, {**request.metadata, "result": state}
 
 
 class FunctionAgent:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
+from kuberoll_workers.data.sandbox_uses import SandboxUse
 from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.environments.outcome import StepRaised
 from kuberoll_workers.harbor.agents import Agent, Work, ending, run_program
@@ -51,12 +52,14 @@ class TaskResult:
         steps: Rewards of each step that was played.
         agent_timeouts: Number of steps in which the agent's time was over.
         start_seconds: Time that the machine's start took.
+        sandboxes: The task's machine, and those of verifiers that have their own.
     """
 
     rewards: dict[str, float]
     steps: list[dict[str, float]]
     agent_timeouts: int
     start_seconds: float
+    sandboxes: list[SandboxUse]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +93,25 @@ class Player:
         async with self._machine(task["machine"], directory) as lease:
             sandbox = lease.sandbox
             played: list[dict[str, float]] = []
+            others: list[Lease] = []
             late = 0
             for step in task["steps"]:
                 await _prepare_step(sandbox, step, directory)
                 late += await self._work(sandbox, task, step, directory, agent, episode)
-                rewards = await self._score(sandbox, step, directory)
+                rewards = await self._score(sandbox, step, directory, others)
                 played.append(rewards)
                 if shortfall(rewards, step.get("min_reward")):
                     break
             found = combine(played, task["reward"])
         if found is None:
             raise TaskFailed("no step of the task has a reward")
-        return TaskResult(rewards=found, steps=played, agent_timeouts=late, start_seconds=lease.start_seconds)
+        return TaskResult(
+            rewards=found,
+            steps=played,
+            agent_timeouts=late,
+            start_seconds=lease.start_seconds,
+            sandboxes=[one.use for one in (lease, *others) if one.use is not None],
+        )
 
     @contextlib.asynccontextmanager
     async def _machine(
@@ -163,7 +173,10 @@ class Player:
         await sandbox.clear()
         return timeout.expired()
 
-    async def _score(self, sandbox: Sandbox, step: Mapping[str, Any], directory: Path) -> dict[str, float]:
+    async def _score(
+        self, sandbox: Sandbox, step: Mapping[str, Any], directory: Path, others: list[Lease]
+    ) -> dict[str, float]:
+        """Score a step; leases of further machines are added to `others`."""
         verifier = step["verifier"]
         for command in verifier.get("collect", ()):
             # What cannot be collected is missed by the tests, if they need it.
@@ -180,6 +193,7 @@ class Player:
             return await verify(sandbox, verifier, directory, environment=environment)
         archives = await _artifacts(sandbox, step)
         async with self._machine(machine, directory, is_agent_s=False) as own:
+            others.append(own)
             for path, archive in archives.items():
                 await own.sandbox.unpack(archive, path, user="0")
             return await verify(own.sandbox, verifier, directory, environment=environment)

@@ -8,11 +8,15 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Final
 
+from kuberoll_workers.data.sandbox_uses import SandboxUse
 from kuberoll_workers.sandboxes.driver import Driver, SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost
 from kuberoll_workers.sandboxes.handle import Sandbox
+from kuberoll_workers.sandboxes.meters import FAILED, REMOVED, STARTED, sandbox_meters
+from kuberoll_workers.telemetry import definitions as metrics
 
 _PING_SECONDS: Final = 15.0
 _CHECK_SECONDS: Final = 10.0
@@ -28,11 +32,13 @@ class Lease:
     Attributes:
         sandbox: Its handle.
         start_seconds: Time that its start took, waiting for other starts included.
+        use: What was had of it, once it has ended.
     """
 
     def __init__(self, sandbox: Sandbox, spec: SandboxSpec, start_seconds: float) -> None:
         self.sandbox = sandbox
         self.start_seconds = start_seconds
+        self.use: SandboxUse | None = None
         self._lost: SandboxLost | None = None
         self._renewing = asyncio.create_task(self._renew(spec.lease_seconds))
 
@@ -74,9 +80,7 @@ class Sandboxes:
     """Sandboxes of one environment.
 
     Attributes:
-        in_use: Number of those that are leased.
-        started: Number of those that were made.
-        lost: Number of those that were gone before they were released.
+        meters: What is counted of them.
     """
 
     def __init__(self, driver: Driver, *, parallel_starts: int = 8) -> None:
@@ -84,7 +88,22 @@ class Sandboxes:
         self._starting = asyncio.Semaphore(parallel_starts)
         self._prefix = secrets.token_hex(4)
         self._count = 0
-        self.in_use = self.started = self.lost = 0
+        self.meters = sandbox_meters()
+
+    @property
+    def in_use(self) -> int:
+        """Number of those that are leased."""
+        return int(self.meters.value(metrics.SANDBOXES_IN_USE))
+
+    @property
+    def started(self) -> int:
+        """Number of those that were made."""
+        return int(self.meters.value(metrics.SANDBOX_STARTS, STARTED))
+
+    @property
+    def lost(self) -> int:
+        """Number of those that were gone before they were released."""
+        return int(self.meters.value(metrics.SANDBOXES_LOST))
 
     async def check(self) -> None:
         """Check that sandboxes can be made; see `Driver.check`."""
@@ -104,41 +123,64 @@ class Sandboxes:
         """
         self._count += 1
         name = f"sb-{self._prefix}-{self._count}"
-        began = time.monotonic()
-        async with self._starting:
-            ticket = await self._driver.create(name, spec)
+        meters, asked, began = self.meters, time.time(), time.monotonic()
+        meters.add(metrics.SANDBOXES_WAITING)
+        try:
+            async with self._starting:
+                ticket = await self._driver.create(name, spec)
+        except Exception as error:
+            meters.add(metrics.SANDBOX_STARTS, FAILED)
+            if isinstance(error, SandboxLost):
+                meters.add(metrics.SANDBOXES_LOST)
+            raise
+        finally:
+            meters.add(metrics.SANDBOXES_WAITING, by=-1)
+        lease: Lease | None = None
         try:
             lease = Lease(Sandbox(ticket), spec, time.monotonic() - began)
-            self.in_use += 1
-            self.started += 1
+            meters.add(metrics.SANDBOXES_IN_USE)
+            meters.add(metrics.SANDBOX_STARTS, STARTED)
+            meters.observe(metrics.SANDBOX_START_SECONDS, lease.start_seconds)
             try:
                 yield lease
                 # A result counts only if its sandbox was there all the time.
                 await lease.check()
             except SandboxLost:
-                self.lost += 1
+                meters.add(metrics.SANDBOXES_LOST)
                 raise
             except Exception as error:
                 # Whatever it looks like to whom it happened: if the sandbox is gone, that is the reason.
                 try:
                     await lease.check()
                 except SandboxLost as lost:
-                    self.lost += 1
+                    meters.add(metrics.SANDBOXES_LOST)
                     raise lost from error
                 raise
             finally:
-                self.in_use -= 1
+                meters.add(metrics.SANDBOXES_IN_USE, by=-1)
                 await asyncio.shield(lease.end())
         finally:
-            await asyncio.shield(self._remove(name))
+            left = not await asyncio.shield(self._remove(name, spec))
+            if lease is not None:
+                seconds = time.monotonic() - began - lease.start_seconds
+                lease.use = SandboxUse(asked=asked, start_seconds=lease.start_seconds, seconds=seconds, left=left)
 
     async def close(self) -> None:
         """Remove all sandboxes."""
         await self._driver.close()
 
-    async def _remove(self, name: str) -> None:
+    async def _remove(self, name: str, spec: SandboxSpec) -> bool:
+        """Remove a sandbox; returns whether that was done."""
+        meters = self.meters
         try:
             await self._driver.remove(name)
         except SandboxError as error:
             # It ends by itself when nobody renews its lease.
             _log.warning("the sandbox %s could not be removed: %s", name, error)
+            meters.add(metrics.SANDBOX_REMOVALS, FAILED)
+            meters.add(metrics.SANDBOXES_LEFT)
+            ended = partial(meters.add, metrics.SANDBOXES_LEFT, by=-1)
+            asyncio.get_running_loop().call_later(spec.lease_seconds, ended)
+            return False
+        meters.add(metrics.SANDBOX_REMOVALS, REMOVED)
+        return True

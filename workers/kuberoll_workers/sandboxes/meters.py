@@ -1,0 +1,27 @@
+"""What sandboxes count of themselves; `kuberoll_workers.telemetry.definitions` says what each number is."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kuberoll_workers.telemetry import Meters
+from kuberoll_workers.telemetry import definitions as metrics
+
+STARTED: Final = "started"
+REMOVED: Final = "removed"
+FAILED: Final = "failed"
+
+
+def sandbox_meters() -> Meters:
+    """Meters of the sandboxes of one environment."""
+    return Meters([
+        (metrics.SANDBOXES_IN_USE, ()),
+        (metrics.SANDBOXES_WAITING, ()),
+        (metrics.SANDBOX_STARTS, (STARTED,)),
+        (metrics.SANDBOX_STARTS, (FAILED,)),
+        (metrics.SANDBOX_START_SECONDS, ()),
+        (metrics.SANDBOXES_LOST, ()),
+        (metrics.SANDBOX_REMOVALS, (REMOVED,)),
+        (metrics.SANDBOX_REMOVALS, (FAILED,)),
+        (metrics.SANDBOXES_LEFT, ()),
+    ])  # fmt: skip
