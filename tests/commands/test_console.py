@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 from rich.console import Console
 
-from kuberoll_workers.commands.console import BarReporter, LogReporter, describe
+from kuberoll_workers.commands.console import BarReporter, LogReporter, describe, sandboxes_text
 from kuberoll_workers.local.reporter import RunProgress
 from kuberoll_workers.worker.config import Progress
 
@@ -25,6 +26,31 @@ PROGRESS = RunProgress(
 def test_work_under_way_counts() -> None:
     text = describe(PROGRESS)
     assert text == "40 generating, 3 in environments, 5.1 turns/s, 100 tokens/s, reward 0.750, ETA 0:43"
+
+
+SANDBOXES = {
+    "kuberoll_sandboxes_in_use": 3.0,
+    "kuberoll_sandboxes_waiting": 2.0,
+    "kuberoll_sandboxes_lost_total": 1.0,
+    "kuberoll_sandboxes_left": 0.0,
+    "kuberoll_sandbox_starts_total{started}": 1204.0,
+    "kuberoll_sandbox_starts_total{failed}": 5.0,
+    "kuberoll_sandbox_removals_total{removed}": 1200.0,
+    "kuberoll_sandbox_removals_total{failed}": 7.0,
+}
+
+
+def test_sandboxes_are_counted_where_there_are_some() -> None:
+    assert "3 in environments (3 sandboxes, 2 starting, 1 lost), " in described(SANDBOXES)
+    quiet = {**dict.fromkeys(SANDBOXES, 0.0), "kuberoll_sandboxes_in_use": 3.0}
+    assert "3 in environments (3 sandboxes), " in described(quiet)
+    assert sandboxes_text(SANDBOXES) == "sandboxes: 1204 started, 5 could not be, 1 lost, 7 left behind"
+    assert sandboxes_text({}) == ""
+
+
+def described(meters: dict[str, float]) -> str:
+    progress = replace(PROGRESS.progress, meters=meters)
+    return describe(replace(PROGRESS, progress=progress))
 
 
 def test_a_log_repeats_a_long_phase_with_its_seconds() -> None:

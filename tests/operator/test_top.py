@@ -10,14 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from rich.console import Console
 
+from kuberoll_api.metrics import Counter, Gauge
 from kuberoll_operator import names
 from kuberoll_operator.commands.top import page
+from kuberoll_operator.console import rates
 from kuberoll_operator.console.job_sampler import JobSampler
-from kuberoll_operator.console.rates import ACTIVE, TOKENS, TURNS, JobRow, JobSample, PodCounts, counts_of, row_of
+from kuberoll_operator.console.rates import (
+    ACTIVE,
+    TOKENS,
+    TURNS,
+    JobRow,
+    JobSample,
+    PodCounts,
+    SandboxCounts,
+    counts_of,
+    row_of,
+)
 from kuberoll_operator.model import Object
-from kuberoll_workers.telemetry import definitions
+from kuberoll_workers.telemetry import Meters, RolloutMetrics, definitions
 from tests.operator.emulator import Emulator, Fault
 from tests.operator.support import NAMESPACE, manifest, stamp
 
@@ -40,6 +53,9 @@ something_else 3
 def test_the_names_are_those_of_the_workers() -> None:
     found = [definitions.TURNS.name, definitions.TOKENS.name, definitions.TRAJECTORIES_ACTIVE.name]
     assert found == [TURNS, TOKENS, ACTIVE]
+    sandboxes = [rates.SANDBOX_STARTS, rates.SANDBOX_REMOVALS, rates.SANDBOXES_IN_USE]
+    sandboxes += [rates.SANDBOXES_WAITING, rates.SANDBOXES_LOST]
+    assert set(sandboxes) <= {metric.name for metric in definitions.SANDBOXES}
 
 
 def test_counts() -> None:
@@ -47,6 +63,41 @@ def test_counts() -> None:
     assert counts_of("") == PodCounts(0.0, 0.0, 0.0)
     with pytest.raises(ValueError):
         counts_of("kuberoll_turns_total{broken")
+
+
+def worker_page(*, lost: int) -> str:
+    """What a worker exports that has sandboxes: two in use, one that starts, one start that failed, two not removed."""
+    rollouts = RolloutMetrics("puzzle")
+    counted: list[tuple[Counter | Gauge, tuple[str, ...], int]] = [
+        (definitions.SANDBOXES_IN_USE, (), 2),
+        (definitions.SANDBOXES_WAITING, (), 1),
+        (definitions.SANDBOX_STARTS, ("started",), 1230),
+        (definitions.SANDBOX_STARTS, ("failed",), 1),
+        (definitions.SANDBOXES_LOST, (), lost),
+        (definitions.SANDBOX_REMOVALS, ("removed",), 1226),
+        (definitions.SANDBOX_REMOVALS, ("failed",), 2),
+    ]
+    meters = Meters([(metric, labels) for metric, labels, _ in counted])
+    rollouts.environment("tasks").meters.watch(meters)
+    for metric, labels, count in counted:
+        meters.add(metric, *labels, by=count)
+    rollouts.flush()
+    return generate_latest(rollouts.registry).decode()
+
+
+def test_sandboxes_have_a_table_of_their_own() -> None:
+    now = JobSample(job(), 1.0, {"a": counts_of(worker_page(lost=3)), "b": counts_of(worker_page(lost=0))})
+    without = JobSample(job(), 1.0, {"a": counts_of(metrics(7, 70, 5))})
+    rows = [row_of(now, None), row_of(without, None)]
+    assert rows[0].sandboxes == SandboxCounts(in_use=4, waiting=2, started=2460, failed=2, lost=3, left=4)
+    assert rows[1].sandboxes is None
+    assert rendered(rows, ["a note"], NAMESPACE)[3:] == [
+        "",
+        "SANDBOXES OF IN USE WAITING STARTED NOT STARTED LOST LEFT",
+        "puzzle 4 2 2,460 2 3 4",
+        "a note",
+    ]
+    assert rendered(rows[:1], [], None)[4].startswith(f"{NAMESPACE}/puzzle 4 2 2,460")
 
 
 def job(seconds: float = 0, phase: str = "Running", **progress: Any) -> Object:

@@ -31,6 +31,9 @@ def top(cluster: ClusterOptions, everywhere: bool, once: bool) -> None:
     Turns, tokens and trajectories in flight are read from the workers through the API server. If that is not possible,
     rates come from the status, which is updated less often; a note says for which jobs. Progress, reward, failures and
     the remaining time always come from the status, and so do the reasons for which jobs wait, below the table.
+
+    Sandboxes of trajectories have a table of their own, with counts since the workers started. LOST were gone before
+    their trajectory had ended, which then starts over; LEFT could not be removed, and end by themselves.
     """
     run(_top(cluster, everywhere, once or not sys.stdout.isatty()))
 
@@ -108,7 +111,28 @@ def page(rows: Sequence[JobRow], notes: Sequence[str], namespace: str | None) ->
         for row in rows
         if row.waiting
     ]
-    return Group(table, *([Text(), *waiting] if waiting else ()), *(Text(note, style="dim") for note in notes))
+    sandboxes = _sandboxes(rows, namespace)
+    return Group(
+        table,
+        *([Text(), sandboxes] if sandboxes is not None else ()),
+        *([Text(), *waiting] if waiting else ()),
+        *(Text(note, style="dim") for note in notes),
+    )
+
+
+def _sandboxes(rows: Sequence[JobRow], namespace: str | None) -> RenderableType | None:
+    """The table of the sandboxes of trajectories; None if no job has any."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("SANDBOXES OF", no_wrap=True)
+    for name in ("IN USE", "WAITING", "STARTED", "NOT STARTED", "LOST", "LEFT"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if (counts := row.sandboxes) is not None:
+            numbers = (counts.in_use, counts.waiting, counts.started, counts.failed, counts.lost, counts.left)
+            table.add_row(_name(row, namespace), *(f"{number:,.0f}" for number in numbers))
+    return table if table.row_count else None
 
 
 def _name(row: JobRow, namespace: str | None) -> str:

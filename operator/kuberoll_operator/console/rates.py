@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, Final
 
@@ -14,6 +15,36 @@ from kuberoll_operator.model import Object
 TURNS: Final = "kuberoll_turns_total"
 TOKENS: Final = "kuberoll_tokens_total"
 ACTIVE: Final = "kuberoll_trajectories_active"
+SANDBOX_STARTS: Final = "kuberoll_sandbox_starts_total"
+SANDBOX_REMOVALS: Final = "kuberoll_sandbox_removals_total"
+SANDBOXES_IN_USE: Final = "kuberoll_sandboxes_in_use"
+SANDBOXES_WAITING: Final = "kuberoll_sandboxes_waiting"
+SANDBOXES_LOST: Final = "kuberoll_sandboxes_lost_total"
+
+_WANTED: Final = (
+    TURNS, TOKENS, ACTIVE, SANDBOX_STARTS, SANDBOX_REMOVALS, SANDBOXES_IN_USE, SANDBOXES_WAITING, SANDBOXES_LOST
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxCounts:
+    """Sandboxes of trajectories.
+
+    Attributes:
+        in_use: Those that trajectories have now.
+        waiting: Those that trajectories wait for now.
+        started: Those that have started, since the pods did.
+        failed: Starts that failed.
+        lost: Those that were gone before their trajectory had ended.
+        left: Those that could not be removed.
+    """
+
+    in_use: float = 0.0
+    waiting: float = 0.0
+    started: float = 0.0
+    failed: float = 0.0
+    lost: float = 0.0
+    left: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +55,13 @@ class PodCounts:
         turns: Turns finished since the pod started.
         tokens: Tokens generated since the pod started.
         active: Trajectories in flight now.
+        sandboxes: Of its trajectories; None: they have none.
     """
 
     turns: float
     tokens: float
     active: float
+    sandboxes: SandboxCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +84,7 @@ class JobRow:
 
     Attributes:
         waiting: Reason and message of what the job waits for, or failed for; empty while it goes on.
+        sandboxes: Of the job's trajectories; None: they have none.
     """
 
     namespace: str
@@ -64,6 +98,7 @@ class JobRow:
     failed: int | None
     remaining_seconds: int | None
     waiting: str = ""
+    sandboxes: SandboxCounts | None = None
 
 
 def counts_of(text: str) -> PodCounts:
@@ -75,17 +110,25 @@ def counts_of(text: str) -> PodCounts:
     from prometheus_client.parser import text_string_to_metric_families
 
     # Parsing all of the page's hundreds of lines would be slow.
-    wanted = "".join(f"{line}\n" for line in text.splitlines() if line.startswith((TURNS, TOKENS, ACTIVE)))
-    turns = tokens = active = 0.0
+    wanted = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(_WANTED))
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
     for family in text_string_to_metric_families(wanted):
         for sample in family.samples:
-            if sample.name == TURNS:
-                turns += sample.value
-            elif sample.name == ACTIVE:
-                active += sample.value
-            elif sample.name == TOKENS and sample.labels.get("kind") == "generated":
-                tokens += sample.value
-    return PodCounts(turns, tokens, active)
+            found[sample.name, sample.labels.get("kind") or sample.labels.get("result") or ""] += sample.value
+    totals: defaultdict[str, float] = defaultdict(float)
+    for (name, _), value in found.items():
+        totals[name] += value
+    sandboxes = None
+    if SANDBOXES_IN_USE in totals:
+        sandboxes = SandboxCounts(
+            in_use=totals[SANDBOXES_IN_USE],
+            waiting=totals[SANDBOXES_WAITING],
+            started=found[SANDBOX_STARTS, "started"],
+            failed=found[SANDBOX_STARTS, "failed"],
+            lost=totals[SANDBOXES_LOST],
+            left=found[SANDBOX_REMOVALS, "failed"],
+        )
+    return PodCounts(totals[TURNS], found[TOKENS, "generated"], totals[ACTIVE], sandboxes)
 
 
 def row_of(look: JobSample, before: JobSample | None) -> JobRow:
@@ -110,7 +153,14 @@ def row_of(look: JobSample, before: JobSample | None) -> JobRow:
         failed=progress.get("failed", 0) if progress else None,
         remaining_seconds=progress.get("estimatedSecondsRemaining"),
         waiting=waiting_line(status),
+        sandboxes=_sandboxes([pod.sandboxes for pod in look.pods.values() if pod.sandboxes is not None]),
     )
+
+
+def _sandboxes(pods: Sequence[SandboxCounts]) -> SandboxCounts | None:
+    if not pods:
+        return None
+    return SandboxCounts(**{item.name: sum(getattr(pod, item.name) for pod in pods) for item in fields(SandboxCounts)})
 
 
 def _rates(look: JobSample, before: JobSample | None) -> tuple[float | None, float | None]:

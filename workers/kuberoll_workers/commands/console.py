@@ -11,11 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from kuberoll_api.metrics import Metric
 from kuberoll_workers.analysis.failures import print_causes, print_metrics_failures
 from kuberoll_workers.commands.environment_table import environment_table
 from kuberoll_workers.data.text import clock, duration, visible
 from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult
 from kuberoll_workers.rollouts.drop_report import DropReport
+from kuberoll_workers.telemetry import definitions as metrics
+from kuberoll_workers.telemetry.meters import series_name
 
 if TYPE_CHECKING:
     from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
@@ -137,7 +140,7 @@ def describe(totals: RunProgress) -> str:
     tokens = progress.received_tokens + totals.tokens_in_flight
     parts = [
         f"{progress.generating} generating",
-        f"{progress.stepping} in environments",
+        f"{progress.stepping} in environments{_sandboxes_now(progress.meters)}",
         f"{progress.ended_turns / seconds:.1f} turns/s",
         f"{tokens / seconds:.0f} tokens/s",
     ]
@@ -151,6 +154,34 @@ def describe(totals: RunProgress) -> str:
     if totals.planned is not None:
         parts.append("ETA " + ("-" if remaining is None else clock(remaining)))
     return ", ".join(parts)
+
+
+def _sandboxes_now(meters: Mapping[str, float]) -> str:
+    """Sandboxes in use, those that are waited for, and what has gone wrong with others; empty without sandboxes."""
+    if metrics.SANDBOXES_IN_USE.name not in meters:
+        return ""
+    counts = {
+        "sandboxes": meters[metrics.SANDBOXES_IN_USE.name],
+        "starting": meters[metrics.SANDBOXES_WAITING.name],
+        "lost": meters[metrics.SANDBOXES_LOST.name],
+        "left": meters[metrics.SANDBOXES_LEFT.name],
+    }
+    return f" ({', '.join(f'{count:.0f} {name}' for name, count in counts.items() if count or name == 'sandboxes')})"
+
+
+def sandboxes_text(meters: Mapping[str, float]) -> str:
+    """What has become of the run's sandboxes; empty without sandboxes."""
+    if metrics.SANDBOXES_IN_USE.name not in meters:
+        return ""
+
+    def count(metric: Metric, *labels: str) -> str:
+        return f"{meters[series_name((metric.name, labels))]:.0f}"
+
+    return (
+        f"sandboxes: {count(metrics.SANDBOX_STARTS, 'started')} started, "
+        f"{count(metrics.SANDBOX_STARTS, 'failed')} could not be, {count(metrics.SANDBOXES_LOST)} lost, "
+        f"{count(metrics.SANDBOX_REMOVALS, 'failed')} left behind"
+    )
 
 
 def dropped_text(tail: DropReport) -> str:
@@ -178,6 +209,8 @@ def _print_result(console: Console, result: RunResult) -> None:
         console.print(Text(dropped_text(result.tail)), soft_wrap=True)
     if result.totals is not None and result.totals.progress.turns:
         console.print(Text(_turns(result.totals)), soft_wrap=True)
+    if result.totals is not None and (text := sandboxes_text(result.totals.progress.meters)):
+        console.print(Text(text), soft_wrap=True)
     for path in file_lines(result.files):
         console.print(Text(visible(f"  {path}")), soft_wrap=True)
     if result.problem:
