@@ -292,6 +292,57 @@ ROLLOUTS: Final = Page(
             ],
         ),
         (
+            "Sandboxes",
+            [
+                Panel(
+                    title="Sandboxes of trajectories",
+                    about="In use, and those that trajectories wait for. Many that wait for long: starts are the limit.",
+                    queries=[
+                        ("in use", f"sum(kuberoll_sandboxes_in_use{{{ENVIRONMENT}}})"),
+                        ("waiting", f"sum(kuberoll_sandboxes_waiting{{{ENVIRONMENT}}})"),
+                    ],
+                    unit="short",
+                    kind="stacked",
+                    width=6,
+                ),
+                Panel(
+                    title="Starts of sandboxes per minute",
+                    about="By result. The trajectories of failed ones are tried again, or fail.",
+                    queries=[
+                        (
+                            "{{result}}",
+                            f"60 * sum by (result) (rate(kuberoll_sandbox_starts_total{{{ENVIRONMENT}}}{RATE}))",
+                        )
+                    ],
+                    unit="short",
+                    width=6,
+                ),
+                Panel(
+                    title="Seconds of a sandbox's start",
+                    about="Of those that succeeded, the wait for other starts included. The first start of an image has to "
+                    "get it.",
+                    queries=quantiles("kuberoll_sandbox_start_seconds", ENVIRONMENT),
+                    unit="s",
+                    width=6,
+                ),
+                Panel(
+                    title="Sandboxes lost and left",
+                    about="Lost ones were gone before their trajectory had ended, which then starts over. Those that "
+                    "could not be removed are left until their lease ends; both should be none.",
+                    queries=[
+                        ("lost per minute", f"60 * sum(rate(kuberoll_sandboxes_lost_total{{{ENVIRONMENT}}}{RATE}))"),
+                        (
+                            "not removed per minute",
+                            f'60 * sum(rate(kuberoll_sandbox_removals_total{{{ENVIRONMENT}, result="failed"}}{RATE}))',
+                        ),
+                        ("left now", f"sum(kuberoll_sandboxes_left{{{ENVIRONMENT}}})"),
+                    ],
+                    unit="short",
+                    width=6,
+                ),
+            ],
+        ),
+        (
             "Trainer",
             [
                 Panel(

@@ -390,7 +390,7 @@ def test_alerts_have_your_labels_and_a_runbook() -> None:
     rule = one(rendered(MATRIX["monitored"]), "PrometheusRule")
     page = (ROOT / "docs" / "reference" / "alerts.md").read_text().lower()
     found = [item for group in rule["spec"]["groups"] for item in group["rules"]]
-    assert len(found) == 8
+    assert len(found) == 10
     [operator] = [item for item in found if item["alert"] == "KuberollOperatorNotReconciling"]
     assert operator["expr"].endswith("or absent(kuberoll_operator_leader)")
     for item in found:

@@ -28,7 +28,7 @@ from kuberoll_operator.model import Key, Object
 from kuberoll_workers.data.consumer_counts import ConsumerCounts
 from kuberoll_workers.monitor.prometheus import Target, prometheus
 from kuberoll_workers.rollouts.admission import Drain
-from kuberoll_workers.telemetry import RolloutMetrics
+from kuberoll_workers.telemetry import Meters, RolloutMetrics, definitions
 from kuberoll_workers.worker.config import Progress, WorkerConfig
 from kuberoll_workers.worker.run import run_worker
 from tests.local.support import TINY, Endpoint
@@ -70,6 +70,12 @@ JOBS: list[tuple[Key, Object]] = [
             }
         },
     ),
+]
+
+SANDBOX_SERIES = [
+    *((definitions.SANDBOX_STARTS, (result,)) for result in ("started", "failed")),
+    *((definitions.SANDBOX_REMOVALS, (result,)) for result in ("removed", "failed")),
+    *((metric, ()) for metric in definitions.SANDBOXES if "result" not in metric.labels),
 ]
 
 SCRAPE_SECONDS = 0.5
@@ -176,11 +182,16 @@ async def _look(directory: Path) -> Seen:
             )
             _let_the_operator_work(operator)
             _let_a_trainer_take(metrics, 1)
-            await _run(api, endpoint, metrics, operator, directory)
+            sandboxes = Meters(SANDBOX_SERIES)
+            metrics.environment("puzzle").meters.watch(sandboxes)
+            _let_sandboxes_start(sandboxes)
+            await _run(api, endpoint, metrics, operator, directory, sandboxes)
             return await _ask(api)
 
 
-async def _run(api: Api, endpoint: Endpoint, metrics: RolloutMetrics, operator: Metrics, directory: Path) -> None:
+async def _run(
+    api: Api, endpoint: Endpoint, metrics: RolloutMetrics, operator: Metrics, directory: Path, sandboxes: Meters
+) -> None:
     """A worker that is seen twice on its way, and once more with one trajectory that does not end."""
     (directory / "out").mkdir()
     background = asyncio.create_task(metrics.watch_event_loop())
@@ -214,6 +225,7 @@ async def _run(api: Api, endpoint: Endpoint, metrics: RolloutMetrics, operator: 
         reconciled = await api.number("sum(kuberoll_operator_reconciles_total)")
         _let_the_operator_work(operator)
         _let_a_trainer_take(metrics, 2)
+        _let_sandboxes_start(sandboxes)
         limit = SECOND
         held, endpoint.released = endpoint.released, asyncio.Event()
         held.set()
@@ -253,6 +265,15 @@ def _let_a_trainer_take(metrics: RolloutMetrics, times: int) -> None:
     # And what it has of the worker itself.
     metrics.direct.wait(1)
     metrics.direct.hand_over(4, 4000, gap=times == 2)
+
+
+def _let_sandboxes_start(sandboxes: Meters) -> None:
+    """What an environment counts that has sandboxes: three start, and one is removed."""
+    for seconds in (0.2, 0.4, 3.0):
+        sandboxes.add(definitions.SANDBOX_STARTS, "started")
+        sandboxes.observe(definitions.SANDBOX_START_SECONDS, seconds)
+    sandboxes.add(definitions.SANDBOXES_IN_USE, by=2)
+    sandboxes.add(definitions.SANDBOX_REMOVALS, "removed")
 
 
 async def _scraped(api: Api, times: int) -> bool:
