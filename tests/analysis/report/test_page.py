@@ -62,6 +62,28 @@ def test_the_numbers_are_of_the_environment_that_is_chosen(opened: Open) -> None
     expect(page.locator("#charts details[open] tbody tr").first).to_be_visible()
 
 
+def test_sandboxes_are_shown_where_there_are_some(opened: Open) -> None:
+    record = trajectory(7, environment="harbor")
+    use = {"asked": 100.0, "start_seconds": 0.25, "seconds": 4.0, "left": True}
+    record.metadata = {
+        "result": {"sandboxes": [use, {**use, "start_seconds": 1.5, "left": False}], "sandboxes_lost": 3}
+    }
+    page = opened([*mixed(), record]).page
+    shown, chosen = page.locator("#sandboxes"), page.get_by_role("combobox", name="Environment")
+    expect(shown.locator("div")).to_have_text([
+        "Sandboxes2of finished trajectories", "Start of a sandbox0.875 smedian; 95 % within 1.5 s",
+        "Sandboxes at a time2at most", "Sandboxes lost3trajectories started over",
+        "Sandboxes left1could not be removed",
+    ])  # fmt: skip
+    expect(shown.locator(".bad")).to_have_count(2)
+    expect(page.locator("#charts h3").filter(has_text="Start of a sandbox")).to_have_count(1)
+    chosen.select_option("math")
+    expect(shown).to_be_hidden()
+    expect(page.locator("#charts h3").filter(has_text="Start of a sandbox")).to_have_count(0)
+    chosen.select_option("harbor")
+    expect(shown).to_be_visible()
+
+
 def test_filters_and_orders(opened: Open) -> None:
     page = opened([*mixed(), failure(9), dropped(9, 1)]).page
     count, rows = page.locator("#count"), page.locator(ROWS)

@@ -16,6 +16,7 @@ from kuberoll_workers.analysis.aggregation.table import REWARD, SECONDS, TOKENS,
 from kuberoll_workers.analysis.report.distance import distance
 from kuberoll_workers.analysis.report.histogram import bars
 from kuberoll_workers.analysis.report.observer import ReportObserver
+from kuberoll_workers.analysis.report.sandboxes import Sandboxes
 from kuberoll_workers.analysis.report.spread import spread
 from kuberoll_workers.analysis.statistics import describe
 from kuberoll_workers.data.text import one_line
@@ -39,7 +40,8 @@ def run_numbers(aggregates: Aggregates, observer: ReportObserver) -> dict[str, A
     """`{"all": …, "environments": [{"name": …}, …]}`: numbers of all environments together, and of each one.
 
     Each entry has `finished`, `outcomes` by name, `causes` of failures, a histogram for each of seven fields,
-    `groups`, `throughput` over time, and policy `versions`; the first one also the `distance` from the bound.
+    `groups`, `throughput` over time, policy `versions`, and `sandboxes` (None: there are none); the first one also the
+    `distance` from the bound.
 
     Args:
         observer: It was offered all trajectories of the run.
@@ -80,7 +82,17 @@ def _numbers(
         "groups": spread(tasks),
         "throughput": [stretch.as_json() for stretch in observer.throughput.stretches(environments)],
         "versions": observer.versions.of(environments),
+        "sandboxes": _sandboxes(observer.sandboxes.of(environments)),
     }
+
+
+def _sandboxes(found: Sandboxes | None) -> dict[str, Any] | None:
+    """A histogram of the seconds of their starts with its 95th percentile, and counts; None: there are none."""
+    if found is None:
+        return None
+    p95 = float(np.quantile(found.starts, 0.95, method="inverted_cdf"))
+    counts = {"most": found.most, "lost": found.lost, "left": found.left}
+    return {"starts": {**_histogram([found.starts], whole=False), "p95": p95}, **counts}
 
 
 def _cause(failure: Failure) -> str:

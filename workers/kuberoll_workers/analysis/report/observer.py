@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kuberoll_workers.analysis.report.sandboxes import SandboxTimes
 from kuberoll_workers.analysis.report.throughput import Throughput
 from kuberoll_workers.analysis.report.trajectory_sample import TrajectorySample
 from kuberoll_workers.analysis.report.versions import VersionCounts
@@ -10,17 +11,18 @@ from kuberoll_workers.output.precedence import EndedRecord
 
 
 class ReportObserver:
-    """Collects a report's trajectories, throughput and policy versions.
+    """Collects a report's trajectories, throughput, policy versions and sandboxes.
 
     Attributes:
         sample: Trajectories to read.
-        throughput, versions: Of the finished trajectories.
+        throughput, versions, sandboxes: Of the finished trajectories.
     """
 
     def __init__(self, sample: TrajectorySample | None = None) -> None:
         self.sample = TrajectorySample() if sample is None else sample
         self.throughput = Throughput()
         self.versions = VersionCounts()
+        self.sandboxes = SandboxTimes()
 
     def offer(self, record: EndedRecord) -> None:
         """Add a trajectory."""
@@ -28,3 +30,4 @@ class ReportObserver:
         if isinstance(record, TrajectoryRecord):
             self.throughput.add(record)
             self.versions.add(record)
+            self.sandboxes.add(record)

@@ -11,8 +11,24 @@ function key(numbers, head) {
     ["Time in generation", percent(numbers.generation_seconds.total, busy), generated.count ? `of ${seconds(busy / numbers.finished)} a trajectory` : ""],
     ["Failed", number(failed), percent(failed, failed + numbers.finished), failed],
   ];
-  return items.map(([name, value, more, bad]) => make("div", {}, make("dt", {}, name),
-    make("dd", { class: bad ? "bad" : null }, value, make("small", {}, more))));
+  return items.map(keyItem);
+}
+
+function keyItem([name, value, more, bad]) {
+  return make("div", {}, make("dt", {}, name), make("dd", { class: bad ? "bad" : null }, value, make("small", {}, more)));
+}
+
+// The machines that finished trajectories had.
+function sandboxKey(found) {
+  if (!found) return [];
+  const { starts, most, lost, left } = found;
+  return [
+    ["Sandboxes", number(starts.count), "of finished trajectories"],
+    ["Start of a sandbox", seconds(starts.median), `median; 95 % within ${seconds(starts.p95)}`],
+    ["Sandboxes at a time", number(most), "at most"],
+    ["Sandboxes lost", number(lost), "trajectories started over", lost],
+    ["Sandboxes left", number(left), "could not be removed", left],
+  ].map(keyItem);
 }
 
 function environmentTable(environments, chosen, choose) {
@@ -39,6 +55,7 @@ function charts(numbers, environments) {
     histogram("Turns", numbers.turns, { unit: "turns" }),
     histogram("Generated tokens", numbers.generated, { unit: "tokens of a trajectory" }),
     histogram("Time of a trajectory in generation", numbers.generation_seconds, { unit: "seconds", format: seconds }),
+    numbers.sandboxes && histogram("Start of a sandbox", numbers.sandboxes.starts, { unit: "seconds", of: "sandboxes", format: seconds }),
     // Side by side, because they are lower than the charts above.
     bars("How trajectories ended", "stop reasons, failures and dropped ones", "trajectories", ways),
     times(numbers.name === "" && environments.length > 1 ? environments : [numbers]),
@@ -62,6 +79,8 @@ async function start() {
   await present(environments.map((item) => item.name), (chosen, choose) => {
     const shown = environments.length === 1 ? environments[0] : environments.find((item) => item.name === chosen && chosen) || numbers.all;
     $("key").replaceChildren(...key(shown, head));
+    $("sandboxes").replaceChildren(...sandboxKey(shown.sandboxes));
+    $("sandboxes").hidden = !shown.sandboxes;
     const cards = charts(shown, environments).filter(Boolean);
     $("numbers").hidden = !cards.length;
     $("charts").replaceChildren(...arranged(cards));
