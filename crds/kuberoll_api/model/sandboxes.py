@@ -63,7 +63,9 @@ class Sandbox(Model):
     """The machine that each trajectory has; what a row says of its machine comes first."""
 
     image: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None, IDENTITY] = Field(
-        default=None, description="Image of rows that name none."
+        default=None,
+        description="Image of rows that name none. Without one they have the programs of the host (host:/), where the "
+        "driver of sandboxes has that.",
     )
     built_images: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=512)] | None, OPERATION] = Field(
         default=None,
