@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.harbor.configuration import Configuration, Network, parse_configuration, read_configuration
+from kuberoll_workers.harbor.configuration import Configuration, parse_configuration, read_configuration
 from kuberoll_workers.harbor.mistakes import Mistake, TaskError, field_name, line_of
+from kuberoll_workers.harbor.phases import Network
 from tests.harbor.mutations import mutations
 from tests.harbor.writing import PLAIN, STEPS
 

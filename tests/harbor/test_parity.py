@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from kuberoll_workers.harbor.configuration import FILE, Healthcheck, Network
+from kuberoll_workers.harbor.configuration import FILE, Healthcheck
 from kuberoll_workers.harbor.mistakes import TaskError
+from kuberoll_workers.harbor.phases import Network
 from kuberoll_workers.harbor.rewards import RewardError, combine, read_reward
 from kuberoll_workers.harbor.task import Machine, Stage, Task, find_tasks, read_task
 from tests.harbor.mutations import mutations

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kuberoll_workers.harbor.configuration import Network
 from kuberoll_workers.harbor.files import TaskFiles
 from kuberoll_workers.harbor.mistakes import TaskError
+from kuberoll_workers.harbor.phases import Network
 from kuberoll_workers.harbor.task import find_tasks, read_task, read_tasks
 from tests.harbor.writing import PLAIN, PLAIN_FILES, SCRIPT, STEPS_FILES, write_task
 

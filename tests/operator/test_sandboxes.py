@@ -86,7 +86,7 @@ def test_whoever_asks_the_broker_has_its_address_and_the_job_s_own_token() -> No
     token = secret["stringData"][sandboxes.TOKEN_SCOPE]
     assert token == SETTINGS.token_of(support.UID, sandboxes.TOKEN_SCOPE)
     assert secret["immutable"] is True
-    expected = {
+    expected: dict[str, dict[str, object]] = {
         sandboxes.DRIVER_VARIABLE: {"value": sandboxes.PODS},
         sandboxes.BROKER_VARIABLE: {"value": f"{BROKER}/v1/jobs/rollouts/puzzle"},
         sandboxes.TOKEN_VARIABLE: {

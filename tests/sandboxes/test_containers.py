@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from kuberoll_api.sandboxes import RUNTIME_VARIABLE
 from kuberoll_workers.sandboxes.containers import body, images, owners
 from kuberoll_workers.sandboxes.containers.driver import DockerDriver
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.handle import Sandbox
-from kuberoll_workers.sandboxes.runtime import RUNTIME_VARIABLE
 from tests.sandboxes.contract import DriverContract, Machines, Traces, running
 from tests.sandboxes.engines import ContainerEngine, Docker, MissingTools, Podman
 from tests.sandboxes.engines import running as running_engine

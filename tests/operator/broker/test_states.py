@@ -1,4 +1,4 @@
-"""What pods say of their sandboxes: pods of a real cluster, Kubernetes 1.36 with containerd, as its API server gave them."""
+"""What pods say of their sandboxes: pods of a real cluster (Kubernetes 1.36, containerd), as its API server gave them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ def test_a_registry_says_whether_it_is_worth_waiting(message: str, state: str) -
 
 
 @pytest.mark.parametrize("image", ["forbidden/not-found:unauthorized", "example.org/does not exist", "not-found"])
-@pytest.mark.parametrize("shape", ['Back-off pulling image "{}"', "{}: no such host", 'Head "https://{}": EOF', "x {} x"])
+@pytest.mark.parametrize(
+    "shape", ['Back-off pulling image "{}"', "{}: no such host", 'Head "https://{}": EOF', "x {} x"]
+)
 def test_words_in_an_images_name_say_nothing(image: str, shape: str) -> None:
     assert answer_of(pull("ImagePullBackOff", shape.format(image), image)).state == "Waiting"
 
