@@ -26,6 +26,7 @@ _BEGIN, _END = "<!-- values: made by scripts/chart.py -->", "<!-- end of values 
 _PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 _DURATION = {"type": "string", "pattern": "^([0-9]+(ms|s|m|h))*$"}
 _POLICIES = ["Always", "IfNotPresent", "Never"]
+_LOG_LEVELS = ["debug", "info", "warning", "error"]
 _NAMESPACE = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
 
 # What the defaults do not tell.
@@ -44,7 +45,10 @@ _STRICTER: Final[dict[str, dict[str, Any]]] = {
     "jobs.idleEnginesSeconds": {"type": "number", "exclusiveMinimum": 0},
     "operator.progressSeconds": {"type": "number", "exclusiveMinimum": 0},
     "operator.resyncSeconds": {"type": "number", "exclusiveMinimum": 0},
-    "operator.logLevel": {"enum": ["debug", "info", "warning", "error"]},
+    "operator.logLevel": {"enum": _LOG_LEVELS},
+    "sandboxes.logLevel": {"enum": _LOG_LEVELS},
+    "sandboxes.starts": {"type": "integer", "minimum": 1},
+    "sandboxes.startsPerJob": {"type": "integer", "minimum": 1},
     "operator.leaderElection.leaseSeconds": {"type": "number", "minimum": 3},
     "operator.terminationGracePeriodSeconds": {"type": "integer", "minimum": 25},
     "operator.hostUsers": {"type": ["boolean", "null"]},
@@ -57,7 +61,9 @@ _STRICTER: Final[dict[str, dict[str, Any]]] = {
     "monitoring.generation.podMonitor.interval": _DURATION,
 }
 # Objects of Kubernetes' own shape, which the API server checks.
-_FREE: Final = frozenset({"operator.resources", "operator.podSecurityContext", "operator.securityContext"})
+_FREE: Final = frozenset(
+    {"operator.resources", "operator.podSecurityContext", "operator.securityContext", "sandboxes.resources"}
+)
 
 
 def values_of(text: str) -> Any:

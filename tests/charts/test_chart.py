@@ -14,7 +14,10 @@ from helm_python import HelmError, chart
 from ruamel.yaml import YAML
 
 from kuberoll_api import contract
+from kuberoll_api.sandboxes import BROKER_PORT
 from kuberoll_api.schema import crd
+from kuberoll_operator import names
+from kuberoll_operator.broker.settings import BrokerSettings
 from kuberoll_operator.settings import Settings
 from tests.charts.rendering import CHART, NAMESPACE, RELEASE, ROOT, notes, of_kind, one, rendered
 from tests.schemas import validate
@@ -87,7 +90,43 @@ MATRIX: dict[str, dict[str, Any]] = {
         ],
     },
 }
+MATRIX |= {
+    "sandboxes": {"sandboxes": {"enabled": True}},
+    "sandboxes of namespaces": {
+        "sandboxes": {
+            "enabled": True,
+            "extraEnv": [{"name": "A", "value": "b"}],
+            "annotations": {"a": "b"},
+            "podAnnotations": {"a": "b"},
+            "podLabels": {"a": "b"},
+            "nodeSelector": {"a": "b"},
+            "tolerations": [{"key": "a", "operator": "Exists"}],
+            "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+            "priorityClassName": "high",
+        },
+        **{name: value for case in ("namespaces", "locked down", "images") for name, value in MATRIX[case].items()},
+        "monitoring": MONITORED,
+        "fullnameOverride": "rolls",
+    },
+    "sandboxes without rights": {**MATRIX["without"], "sandboxes": {"enabled": True, "serviceAccountName": "mine"}},
+}
 FOREIGN_GROUPS = ("monitoring.coreos.com/", "apiextensions.k8s.io/")
+
+
+def part(objects: list[dict[str, Any]], kind: str, component: str) -> dict[str, Any]:
+    """The only object of a kind that is of the operator or of the broker."""
+    [found] = [
+        item
+        for item in of_kind(objects, kind)
+        if item["metadata"]["labels"]["app.kubernetes.io/component"] == component
+    ]
+    return found
+
+
+def container_of(objects: list[dict[str, Any]], component: str = "operator") -> dict[str, Any]:
+    """The container of the operator's Deployment, or of the broker's."""
+    [found] = part(objects, "Deployment", component)["spec"]["template"]["spec"]["containers"]
+    return dict(found)
 
 
 @pytest.fixture(params=list(MATRIX.values()), ids=list(MATRIX))
@@ -131,7 +170,8 @@ def test_every_object_is_named_and_labelled_once(values: dict[str, Any]) -> None
 
 def test_pods_are_restricted(values: dict[str, Any]) -> None:
     objects = rendered(values)
-    pods = [one(objects, "Deployment")["spec"]["template"]["spec"], one(objects, "Pod")["spec"]]
+    pods = [item["spec"]["template"]["spec"] for item in of_kind(objects, "Deployment")]
+    pods.append(one(objects, "Pod")["spec"])
     for pod in pods:
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -147,7 +187,7 @@ def test_pods_are_restricted(values: dict[str, Any]) -> None:
 
 
 def test_the_operator_understands_its_environment(values: dict[str, Any]) -> None:
-    container = one(rendered(values), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    container = container_of(rendered(values))
     given = {item["name"]: item.get("value", "from the pod") for item in container["env"]}
     known = {f"KUBEROLL_{name.upper()}" for name in Settings.model_fields}
     assert {name for name in given if name.startswith("KUBEROLL_")} <= known
@@ -245,6 +285,84 @@ def rules(*files: str) -> list[dict[str, Any]]:
     ]
 
 
+def of_broker(values: dict[str, Any]) -> tuple[list[dict[str, Any]], BrokerSettings]:
+    """The objects, and the broker's settings as it reads them."""
+    objects = rendered(values)
+    given = {item["name"]: item.get("value", "from a Secret") for item in container_of(objects, "broker")["env"]}
+    known = {f"KUBEROLL_{name.upper()}" for name in BrokerSettings.model_fields}
+    assert {name for name in given if name.startswith("KUBEROLL_")} <= known
+    return objects, BrokerSettings.from_environment(given)
+
+
+@pytest.mark.parametrize("case", [name for name in MATRIX if name.startswith("sandboxes")])
+def test_the_operator_and_the_broker_agree(case: str) -> None:
+    objects, broker = of_broker(MATRIX[case])
+    environment = {item["name"]: item.get("value", "from a Secret") for item in container_of(objects)["env"]}
+    operator = Settings.from_environment(environment)
+    service = part(objects, "Service", "broker")
+    [port] = service["spec"]["ports"]
+    place = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc:{port['port']}"
+    assert operator.sandbox_broker == f"http://{place}"
+    assert port["port"] == broker.http_port == BROKER_PORT
+    pod = part(objects, "Deployment", "broker")["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    # By these jobs' network policies find it, whatever the release is called.
+    assert names.BROKER_SELECTOR.items() <= pod["metadata"]["labels"].items()
+    for name in ("worker_image", "image_pull_policy", "run_as_user", "run_as_group", "namespaces"):
+        assert getattr(operator, name) == getattr(broker, name)
+    keys = [
+        next(
+            item["valueFrom"] for item in container_of(objects, component)["env"] if item["name"].endswith("_TOKEN_KEY")
+        )
+        for component in ("operator", "broker")
+    ]
+    assert keys[0] == keys[1]
+    assert (broker.starts, broker.starts_per_job) == (128, 32)
+
+
+def test_the_broker_s_rights_are_exactly_these() -> None:
+    expected = [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "create", "delete"]},
+        {"apiGroups": ["kuberoll.io"], "resources": ["rolloutjobs"], "verbs": ["get"]},
+    ]
+    everywhere = rendered(MATRIX["sandboxes"])
+    account = part(everywhere, "ServiceAccount", "broker")
+    subject = {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": NAMESPACE}
+    assert account["metadata"]["name"] == "kuberoll-broker"
+    pod = part(everywhere, "Deployment", "broker")["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "kuberoll-broker"
+    assert part(everywhere, "ClusterRole", "broker")["rules"] == expected
+    assert part(everywhere, "ClusterRoleBinding", "broker")["subjects"] == [subject]
+    bound = [
+        item
+        for kind in ("RoleBinding", "ClusterRoleBinding")
+        for item in of_kind(everywhere, kind)
+        if subject in item["subjects"]
+    ]
+    assert len(bound) == 1
+    some = rendered({**MATRIX["sandboxes"], **MATRIX["namespaces"]})
+    roles = [item for item in of_kind(some, "Role") if item["metadata"]["name"] == "kuberoll-broker"]
+    assert [(item["metadata"]["namespace"], item["rules"]) for item in roles] == [
+        ("team-a", expected),
+        ("team-b", expected),
+    ]
+    assert not [item for item in of_kind(some, "ClusterRole") if item["metadata"]["name"] == "kuberoll-broker"]
+
+
+def test_there_is_no_broker_unless_it_is_wanted() -> None:
+    objects = rendered()
+    assert not [item for item in objects if "broker" in item["metadata"]["name"]]
+    assert "KUBEROLL_SANDBOX_BROKER" not in {item["name"] for item in container_of(objects)["env"]}
+    assert "sandboxes.enabled is false" in notes()
+    assert "sandboxes.enabled" not in notes(MATRIX["sandboxes"])
+
+
+def test_the_broker_is_reached_at_its_port_and_reaches_the_api_server() -> None:
+    policy = part(rendered(MATRIX["sandboxes of namespaces"]), "NetworkPolicy", "broker")
+    assert policy["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": "http"}]}]
+    assert [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]] == [53, 53, 6443]
+
+
 NAMESPACED = ("operator", "lost-workers", "leaderworkersets", "sandboxclaims", "queues")
 RULES = rules(*NAMESPACED, "queues-cluster")
 
@@ -319,7 +437,8 @@ def test_rights_are_for_the_watched_namespaces_only() -> None:
 
 
 def test_nothing_reads_secrets_or_runs_in_pods() -> None:
-    for item in [*of_kind(rendered(), "ClusterRole"), *of_kind(rendered(), "Role")]:
+    objects = rendered(MATRIX["sandboxes"])
+    for item in [*of_kind(objects, "ClusterRole"), *of_kind(objects, "Role")]:
         for rule in item["rules"]:
             assert "*" not in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])
             assert not set(rule["resources"]) & {"pods/exec", "pods/attach", "nodes", "roles"}

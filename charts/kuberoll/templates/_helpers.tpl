@@ -33,6 +33,43 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
+{{- define "kuberoll.broker" -}}
+{{ include "kuberoll.fullname" . }}-broker
+{{- end -}}
+
+{{- define "kuberoll.brokerSelector" -}}
+app.kubernetes.io/name: {{ include "kuberoll.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: broker
+{{- end -}}
+
+{{- define "kuberoll.brokerLabels" -}}
+{{- mergeOverwrite (include "kuberoll.labels" . | fromYaml) (include "kuberoll.brokerSelector" . | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{- define "kuberoll.brokerServiceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- include "kuberoll.broker" . -}}
+{{- else -}}
+{{- .Values.sandboxes.serviceAccountName | default (include "kuberoll.broker" .) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Tolerations of a pod that leaves a lost node after so many seconds, unless what is given says otherwise. */}}
+{{- define "kuberoll.tolerations" -}}
+{{- $given := index . 0 -}}
+{{- $seconds := index . 1 -}}
+{{- $tolerations := $given -}}
+{{- range $key := list "node.kubernetes.io/not-ready" "node.kubernetes.io/unreachable" -}}
+{{- $said := false -}}
+{{- range $given }}{{- if eq (.key | default $key) $key }}{{- $said = true }}{{- end }}{{- end -}}
+{{- if not $said -}}
+{{- $tolerations = append $tolerations (dict "key" $key "operator" "Exists" "effect" "NoExecute" "tolerationSeconds" (int $seconds)) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $tolerations -}}
+{{- end -}}
+
 {{/* The Secret with the key that jobs' tokens are made with. */}}
 {{- define "kuberoll.tokenKey" -}}
 {{- .Values.jobs.tokenKey.existingSecret | default (printf "%s-token-key" (include "kuberoll.fullname" .)) -}}
