@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kuberoll_operator.broker.broker import Broker
-from kuberoll_operator.broker.pods import SandboxPods
+from kuberoll_operator.broker.pods import SELECTOR, SandboxPods
 from kuberoll_operator.kube.errors import ApiError, Unavailable, error_of
 from kuberoll_operator.kube.resources import PODS, Resource
 from kuberoll_operator.model import Object
@@ -179,7 +179,7 @@ class Server:
         known["status"] = {
             "phase": "Running",
             "podIP": "10.1.2.3",
-            "containerStatuses": [{"name": "sandbox", "imageID": "sha256:1", "state": {"running": {}}}],
+            "containerStatuses": [{"name": "sandbox", "imageID": "sha256:1", "state": {"running": {"startedAt": ""}}}],
         }
         self.store(known)
 
@@ -198,11 +198,11 @@ class Server:
         """List everything."""
         assert self._sink is not None
         self._is_broken = False
-        items = [copy.deepcopy(item) for item in self.objects.values()]
+        items = [copy.deepcopy(item) for item in self.objects.values() if _is_selected(item)]
         self._sink.add_page(PODS, None, items, str(self._version), first=True, last=True)
 
     def _tell(self, item: Object, *, deleted: bool) -> None:
-        if self._sink is None or self._is_broken:
+        if self._sink is None or self._is_broken or not _is_selected(item):
             return
         sink, told = self._sink, copy.deepcopy(item)
 
@@ -224,6 +224,12 @@ def broker_of(server: Server, **options: Any) -> Broker:
     server.watched_by(found)
     found.begin()
     return found
+
+
+def _is_selected(pod: Object) -> bool:
+    labels = pod["metadata"].get("labels") or {}
+    wanted = dict(part.partition("=")[::2] for part in SELECTOR.split(","))
+    return all(key in labels and value in ("", labels[key]) for key, value in wanted.items())
 
 
 def _has_ended(pod: Object) -> bool:
