@@ -1,4 +1,4 @@
-"""What pods say of their sandboxes: pods of a real cluster as its API server gave them (Kubernetes 1.36, containerd)."""
+"""What pods say of their sandboxes: pods of a real cluster, as its API server gave them (Kubernetes 1.36)."""
 
 from __future__ import annotations
 
