@@ -308,3 +308,24 @@ def test_a_claim_beside_a_job_says_who_can_write_to_it(
         about = [finding.message for finding in told if finding.path == ("spec", "output", "uri")]
         assert len(about) == len(expected)
         assert all(words in message for words, message in zip(expected, about, strict=True))
+
+
+def with_sandboxes(**sandbox: Any) -> dict[str, Any]:
+    """Fields of a job whose trajectories have sandboxes."""
+    generation = {"model": {"source": "org/model"}, "toolCallParser": "hermes", **GPU}
+    return {"generation": generation, "environments": [{"name": "a", "agent": {"tools": {}}, "sandbox": sandbox}]}
+
+
+def test_sandboxes_need_an_installation_with_a_broker(tmp_path: Path) -> None:
+    found = checked(tmp_path, **with_sandboxes(builtImages="registry.example.org/tasks"))
+    assert found.problems == ()
+    assert fields(found.notes) == ["environments[0].sandbox"]
+    assert "sandboxes.enabled: true" in found.notes[0].message
+
+
+@pytest.mark.parametrize("image", ["oci:images:localhost/tasks", "docker-archive:image.tar"])
+@pytest.mark.parametrize("field", ["image", "builtImages"])
+def test_images_of_one_machine_are_no_pods_images(image: str, field: str, tmp_path: Path) -> None:
+    found = checked(tmp_path, **with_sandboxes(**{field: image}))
+    assert fields(found.problems) == [f"environments[0].sandbox.{field}"]
+    assert "kuberoll images build --push" in found.problems[0].message

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 from kuberoll_api.manifest.beside import FilesBeside, Finding, files_beside
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_api.model.sandboxes import NO_CLUSTER
 from kuberoll_api.output_claims import claim_problem, is_of_one_node, output_claim
 from kuberoll_api.output_location import InvalidOutput, output_of
 from kuberoll_api.paths import Path
+from kuberoll_api.sandbox_images import unpullable
 
 _MODEL: Final[Path] = ("spec", "generation", "model")
 _IN_IMAGES: Final = "/opt/kuberoll/models/"
@@ -64,7 +64,13 @@ def check_for_cluster(
         *(*_output_problems(job), *_claim_problems(job, claim), *_model_problems(job, base)),
         *(*_local_services(job), *_sandboxes(job), *beside.problems),
     ]
-    notes = [*_missing_output(job), *_claim_notes(job, claim), *_mounted_models(job), *_missing_gpus(job)]
+    notes = [
+        *_missing_output(job),
+        *_claim_notes(job, claim),
+        *_mounted_models(job),
+        *_missing_gpus(job),
+        *_broker(job),
+    ]
     notes += beside.notes
     return ClusterCheck(problems=tuple(problems), notes=tuple(notes), beside=beside)
 
@@ -72,7 +78,19 @@ def check_for_cluster(
 def _sandboxes(job: RolloutJob) -> Iterator[Finding]:
     for number, environment in enumerate(job.spec.environments):
         if environment.sandbox is not None:
-            yield Finding(("spec", "environments", number, "sandbox"), NO_CLUSTER)
+            for field, problem in unpullable(environment.sandbox):
+                yield Finding(("spec", "environments", number, "sandbox", field), problem)
+
+
+def _broker(job: RolloutJob) -> Iterator[Finding]:
+    for number, environment in enumerate(job.spec.environments):
+        if environment.sandbox is not None:
+            yield Finding(
+                ("spec", "environments", number, "sandbox"),
+                "sandboxes are pods, for which the installation must have sandboxes.enabled: true in the values of its "
+                "chart; pods pull images of tasks from registries",
+            )
+            return
 
 
 def _output_problems(job: RolloutJob) -> Iterator[Finding]:
