@@ -66,3 +66,71 @@ def test_a_container_without_an_image_is_the_main_one(place: str) -> None:
 @pytest.mark.parametrize("spec", [{"containers": "a", "volumes": None}, {"volumes": [{}, {}]}, {"volumes": ["a"]}])
 def test_what_is_of_another_form_is_left_to_the_api_server(spec: dict[str, Any]) -> None:
     assert with_spec("spec.workers", spec).spec.workers.template_spec == spec
+
+
+def sandbox_with(spec: dict[str, Any]) -> RolloutJob:
+    """A job whose sandboxes' pods have a pod template."""
+    sandbox = {"image": "debian", "podTemplate": {"spec": spec}}
+    agents = {"name": "harbor", "agent": {"tools": {}}, "sandbox": sandbox}
+    return RolloutJob.model_validate(changed(JOB, {"spec.environments": [agents]}))
+
+
+def test_pods_of_sandboxes_may_be_placed_and_pulled_as_any() -> None:
+    spec = {
+        "automountServiceAccountToken": False,
+        "containers": [{"name": "sandbox", "env": [{"name": "A", "value": "b"}]}],
+        "hostUsers": False,
+        "imagePullSecrets": [{"name": "pull"}],
+        "nodeSelector": {"pool": "sandboxes"},
+        "tolerations": [{"operator": "Exists"}],
+        "volumes": [
+            {"name": "scratch", "emptyDir": {}},
+            {"name": "rows", "persistentVolumeClaim": {"claimName": "rows", "readOnly": True}},
+            {"name": "about", "projected": {"sources": [{"configMap": {"name": "a"}}, {"downwardAPI": {"items": []}}]}},
+        ],
+    }
+    sandbox = sandbox_with(spec).spec.environments[0].sandbox
+    assert sandbox is not None
+    assert sandbox.pod_template == {"spec": spec}
+
+
+TOKEN = {"serviceAccountToken": {"path": "token"}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({"serviceAccountName": "admin"}, "serviceAccountName"),
+        ({"serviceAccount": "admin"}, "serviceAccount"),
+        ({"automountServiceAccountToken": True}, "automountServiceAccountToken"),
+        # It would remove the false that keeps the token out.
+        ({"automountServiceAccountToken": None}, "automountServiceAccountToken"),
+        ({"hostNetwork": True}, "hostNetwork"),
+        ({"hostPID": True}, "hostPID"),
+        ({"hostIPC": True}, "hostIPC"),
+        ({"volumes": [{"name": "a", "hostPath": {"path": "/"}}]}, "volumes.0.hostPath"),
+        ({"volumes": [{"name": "a", "secret": {"secretName": "b"}}]}, "volumes.0.secret"),
+        ({"volumes": [{"name": "a", "projected": {"sources": [TOKEN]}}]}, "volumes.0.projected.sources.0."),
+        (
+            {"volumes": [{"name": "a", "projected": {"sources": [{}, {"secret": {}}]}}]},
+            "volumes.0.projected.sources.1.",
+        ),
+        ({"volumes": [{"name": "a", "csi": {"driver": "b", "nodePublishSecretRef": {}}}]}, "volumes.0.csi."),
+        ({"containers": [{"name": "sandbox", "envFrom": [{"secretRef": {}}]}]}, "containers.0.envFrom"),
+        (
+            {"containers": [{"name": "sandbox", "env": [{"name": "A", "valueFrom": {}}]}]},
+            "containers.0.env.0.valueFrom",
+        ),
+        (
+            {"initContainers": [{"name": "a", "image": "b", "securityContext": {"privileged": True}}]},
+            "initContainers.0.securityContext.privileged",
+        ),
+        ({"containers": [{"name": "worker"}]}, "containers.0.name"),
+    ],
+)
+def test_pods_of_sandboxes_have_neither_secrets_nor_their_node(spec: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        sandbox_with(spec)
+    [(path, message)] = explain(refused.value, {})
+    assert ".".join(map(str, path)).startswith(f"podTemplate.spec.{field}")
+    assert "the policy's commands run in these pods" in message or field == "containers.0.name"

@@ -49,7 +49,8 @@ def options(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def test_a_manifest_can_be_held_in_the_head() -> None:
-    assert len(list(leaves(SPEC, "spec"))) <= 235
+    # Six of them are of sandboxes in a cluster: what their pods are, and what rows leave open.
+    assert len(list(leaves(SPEC, "spec"))) <= 241
 
 
 def test_commands_have_no_more_options_than_they_need() -> None:

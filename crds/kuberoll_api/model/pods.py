@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from kuberoll_api.model.contradictions import contradiction, reject_duplicates
+from kuberoll_api.model.contradictions import reject_duplicates
 from kuberoll_api.model.pod_fields import EnvVar, PodTemplate
+from kuberoll_api.model.pod_templates import check_pod_spec, items_of, mapping_of
 from kuberoll_api.model.traits import POD, POD_ANYWHERE
 from kuberoll_api.model.types import Labels, Model, Quantity, keyed_by
-
-# Lists of a pod's spec and of its containers that are merged by a key of their items: of two with the same the last
-# would count.
-_KEYED: Final = {"containers": "name", "initContainers": "name", "volumes": "name", "imagePullSecrets": "name"}
-_KEYED_IN_CONTAINERS: Final = {"env": "name", "volumeMounts": "mountPath"}
 
 
 class Resources(Model):
@@ -61,17 +57,17 @@ class PodOptions(Model):
     @property
     def template_spec(self) -> Mapping[str, Any]:
         """The pod's spec in `podTemplate`; empty without one."""
-        return _mapping((self.pod_template or {}).get("spec"))
+        return mapping_of((self.pod_template or {}).get("spec"))
 
     @property
     def main_containers(self) -> list[Mapping[str, Any]]:
         """What `podTemplate` says of the main container: one item, or none."""
-        return [item for item in _items(self.template_spec, "containers") if item.get("name") == self.container_name]
+        return [item for item in items_of(self.template_spec, "containers") if item.get("name") == self.container_name]
 
     @property
     def mount_paths(self) -> list[str]:
         """Paths at which `podTemplate` mounts volumes in the main container."""
-        mounts = (mount for item in self.main_containers for mount in _items(item, "volumeMounts"))
+        mounts = (mount for item in self.main_containers for mount in items_of(item, "volumeMounts"))
         return [str(mount["mountPath"]).rstrip("/") for mount in mounts if "mountPath" in mount]
 
     @model_validator(mode="after")
@@ -86,28 +82,4 @@ class PodOptions(Model):
         Raises:
             PydanticCustomError: Two items have the same key, or a container has neither an image nor a known name.
         """
-        path = ("podTemplate", "spec")
-        _reject_twins(self.template_spec, _KEYED, *path)
-        for kind in ("containers", "initContainers"):
-            for index, item in enumerate(_items(self.template_spec, kind)):
-                _reject_twins(item, _KEYED_IN_CONTAINERS, *path, kind, index)
-                if kind == "containers" and "image" not in item and item.get("name") != self.container_name:
-                    raise contradiction(
-                        f'found "{item.get("name")}"; the main container of these pods is {self.container_name}, and '
-                        "another one needs an image",
-                        *(*path, kind, index, "name"),
-                    )
-
-
-def _reject_twins(given: Mapping[str, Any], keys: Mapping[str, str], *path: str | int) -> None:
-    for name, key in keys.items():
-        reject_duplicates([item.get(key) for item in _items(given, name)], name, key, *path)
-
-
-def _items(given: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    value = given.get(name)
-    return [_mapping(item) for item in value] if isinstance(value, list) else []
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+        check_pod_spec(self.template_spec, self.container_name)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from kuberoll_api.model.contradictions import contradiction
+from kuberoll_api.model.pod_fields import PodTemplate
+from kuberoll_api.model.pod_templates import check_pod_spec, check_untrusted, mapping_of
 from kuberoll_api.model.pods import Resources
-from kuberoll_api.model.traits import IDENTITY, OPERATION
-from kuberoll_api.model.types import VARIABLE_PATTERN, Model, Text
-
-NO_CLUSTER: Final = "no cluster has machines for trajectories yet; play the job on one machine with `kuberoll run`"
-"""Why a job with sandboxes is refused in a cluster."""
+from kuberoll_api.model.traits import IDENTITY, OPERATION, POD
+from kuberoll_api.model.types import VARIABLE_PATTERN, DnsName, Model, Seconds, Text
+from kuberoll_api.sandboxes import CONTAINER
 
 Host = Annotated[
     str,
@@ -74,16 +74,44 @@ class Sandbox(Model):
     )
     resources: Annotated[Resources, OPERATION] = Field(
         default_factory=Resources,
-        description="Limits of cpu, memory and ephemeral-storage of rows that say none; of others they are the most.",
+        description="Limits of cpu, memory and ephemeral-storage of rows that say none; of others they are the most. "
+        "Requests are of pods; absent: as the limits.",
     )
     variables: Annotated[Variables, IDENTITY] = Field(
         default_factory=dict, description="Environment variables of all commands."
+    )
+    user: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=256)] | None, IDENTITY] = Field(
+        default=None,
+        description="User of commands for which rows name none: a name or a number, with a group after a colon; "
+        "absent: the image's.",
+    )
+    workdir: Annotated[Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)] | None, IDENTITY] = Field(
+        default=None, description="Working directory of rows that name none; absent: the image's."
     )
     network: Annotated[SandboxNetwork | None, IDENTITY] = Field(
         default=None,
         description="What sandboxes may reach at most. Absent: nothing; then rows that ask for a network are refused, "
         "rather than played without it.",
     )
+    start_seconds: Annotated[Seconds, OPERATION] = Field(
+        default=600.0, description="Maximum duration of the start of rows that say none, with the pull of the image."
+    )
     total_seconds: Annotated[Annotated[float, Field(gt=0, le=604800.0)], OPERATION] = Field(
         default=86_400.0, description="A sandbox ends after this time in any case."
     )
+    runtime_class_name: Annotated[DnsName | None, POD] = Field(
+        default=None, description="RuntimeClass of the pods, such as one of gVisor or Kata Containers."
+    )
+    pod_template: Annotated[PodTemplate | None, POD] = Field(
+        default=None,
+        description="A pod template that is merged over the sandboxes' pods, whose main container is called sandbox: "
+        "nodeSelector, tolerations, imagePullSecrets, hostUsers, annotations. It can give them neither secrets nor "
+        "anything of their node.",
+    )
+
+    @model_validator(mode="after")
+    def _pods_have_no_secrets(self) -> Self:
+        spec = mapping_of((self.pod_template or {}).get("spec"))
+        check_pod_spec(spec, CONTAINER)
+        check_untrusted(spec)
+        return self

@@ -58,13 +58,14 @@ def spec_of(machine: Mapping[str, Any], job: Sandbox, variables: Mapping[str, st
         memory=_bytes(machine.get("memory_mb"), limits.get("memory")),
         storage=_bytes(machine.get("storage_mb"), limits.get("ephemeral-storage")),
         network="All" if network.mode == "All" else "None",
-        workdir=machine.get("workdir", ""),
+        user=job.user or "",
+        workdir=machine.get("workdir", "") or job.workdir or "",
         environment={
             **(egress_variables(PROXY_PORT) if network.mode == "Allowlist" else {}),
             **resolved(machine.get("env", {}), variables),
             **job.variables,
         },
-        start_seconds=float(machine.get("start_timeout", 600.0)),
+        start_seconds=float(machine.get("start_timeout", job.start_seconds)),
         total_seconds=job.total_seconds,
     )
 
