@@ -74,6 +74,11 @@ USER root
 RUN python -m ensurepip --default-pip
 USER 65532:65532
 COPY --from=application /opt/application /opt/kuberoll
+# What comes into sandboxes, ready to be copied: each of their pods does so before it starts.
+USER root
+RUN python -m kuberoll_workers.sandboxes.runtime /opt/kuberoll/sandbox-runtime
+USER 65532:65532
+ENV KUBEROLL_SANDBOX_RUNTIME=/opt/kuberoll/sandbox-runtime
 COPY examples/models /opt/kuberoll/models
 ARG VERSION
 ARG REVISION=unknown
