@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,86 @@ def test_files_that_are_too_many_are_refused(tmp_path: Path) -> None:
         (tmp_path / "data" / f"{number}.jsonl").touch()
     [problem] = checked(tmp_path, dataset={"source": {"uri": "data"}}).problems
     assert f"{MAX_FILES + 1} files of 0 B" in problem.message
+
+
+TASKS = {"name": "tasks", "agent": {"tools": {}}, "sandbox": {}}
+
+
+def write(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("#\n")
+
+
+def shipped(base: Path, **spec: Any) -> list[str]:
+    return list(files_beside(job(**spec), base).files)
+
+
+def test_tasks_of_a_folder_are_shipped_as_a_whole(tmp_path: Path) -> None:
+    one = ["one/instruction.md", "one/files/data/a.txt", "one/tests/test.sh", "one/.harborignore"]
+    write(tmp_path / "tasks", *one, "two/task.toml", "one/__pycache__/x.pyc", "notes/a.txt", "rows.csv")
+    wanted = sorted(f"tasks/{name}" for name in [*one, "two/task.toml"])
+    generation = {"model": {"source": "org/model"}, "toolCallParser": "hermes", **GPU}
+    spec: dict[str, Any] = {"environments": [TASKS], "generation": generation}
+    assert shipped(tmp_path, **spec, dataset={"source": {"uri": "tasks"}}) == wanted
+    assert shipped(tmp_path, **spec, dataset={"source": {"uri": "tasks/two"}}) == ["tasks/two/task.toml"]
+    # A folder of rows, where nobody plays tasks.
+    assert shipped(tmp_path, dataset={"source": {"uri": "tasks"}}) == ["tasks/rows.csv"]
+
+
+def test_tasks_that_rows_name_are_shipped(tmp_path: Path) -> None:
+    write(tmp_path, "one/tests/test.sh", "two/tests/test.sh", "three/tests/test.sh")
+    rows = [
+        {"metadata": {"task": {"directory": name}}} for name in ("one", "../up", "none", str(tmp_path), "one", "none")
+    ]
+    lines = [json.dumps(row) for row in [*rows, {"metadata": {"task": "text"}}, {}]]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, "no json"]))
+    generation = {"model": {"source": "org/model"}, "toolCallParser": "hermes", **GPU}
+    found = files_beside(
+        job(environments=[TASKS], generation=generation, dataset={"source": {"uri": "rows.jsonl"}}), tmp_path
+    )
+    assert list(found.files) == ["one/tests/test.sh", "rows.jsonl"]
+    words = [finding.message for finding in found.problems]
+    assert words[0].startswith("rows.jsonl:2: metadata.task.directory: there is no directory ../up below")
+    assert words[1].startswith("rows.jsonl:3: metadata.task.directory: there is no directory none below")
+    assert words[2].startswith(
+        f"rows.jsonl:4: metadata.task.directory: {tmp_path} is a path of this machine; write the"
+    )
+    assert len(words) == 3
+    inline = {"source": {"rows": [{"prompt": "Do it.", "metadata": {"task": {"directory": "two"}}}]}}
+    assert shipped(tmp_path, environments=[TASKS], generation=generation, dataset=inline) == ["two/tests/test.sh"]
+    volume = {
+        "image": "workers",
+        "podTemplate": mounted("worker", "/tasks"),
+    }
+    there = {"source": {"rows": [{"prompt": "Do it.", "metadata": {"task": {"directory": "/tasks/a"}}}]}}
+    made = job(environments=[TASKS], generation=generation, dataset=there, workers=volume)
+    assert files_beside(made, tmp_path).problems == ()
+
+
+def test_programs_of_agents_are_shipped_with_what_they_import(tmp_path: Path) -> None:
+    write(tmp_path, "run.sh", "lib/helper.py", "hidden/a/test.py", "other.py")
+    (tmp_path / "lib" / "setup.py").write_text("import json\nimport helper\n")
+    agent = {
+        "setup": ["python", "lib/setup.py"],
+        "command": ["./run.sh", "--fast", "/usr/bin/env"],
+        "score": ["python", "missing.py"],
+        "hidden": {"paths": ["./hidden"]},
+    }
+    found = files_beside(job(environments=[{"name": "a", "agent": agent, "isolation": "Process"}]), tmp_path)
+    assert list(found.files) == ["hidden/a/test.py", "lib/helper.py", "lib/setup.py", "run.sh"]
+    assert found.problems == ()
+
+
+def test_absolute_paths_of_this_machine_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "setup.py")
+    agent = {"command": ["run"], "setup": ["python", str(tmp_path / "setup.py")]}
+    found = checked(tmp_path, environments=[{"name": "a", "agent": agent}])
+    assert fields(found.problems) == ["environments[0].agent.setup[1]"]
+    assert "write it relative to the manifest" in found.problems[0].message
+    # Whether the workers' image has a program is not known here.
+    agent = {"command": ["/opt/agent/run"], "setup": ["python", str(tmp_path / "none.py")]}
+    assert checked(tmp_path, environments=[{"name": "a", "agent": agent}]).problems == ()
 
 
 def test_sizes_are_texts() -> None:

@@ -1,4 +1,4 @@
-"""Files beside a manifest that a job needs: modules of its environments, and rows of its dataset.
+"""Files beside a manifest that a job needs: modules and programs of its environments, rows and tasks of its dataset.
 
 `kuberoll run` reads them where they are; in a cluster `kuberoll apply` ships them.
 """
@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Final, NamedTuple
 
-from kuberoll_api.manifest.modules import files_of_modules, module_file
+from kuberoll_api.manifest.modules import files_of_modules, imported_modules, module_file
+from kuberoll_api.manifest.tasks import directories_of, files_of_task, is_task, rows_of, tasks_in
 from kuberoll_api.model.dataset import DatasetSource
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.types import FILE_PATH_PATTERN
@@ -29,6 +31,12 @@ MAX_PATH: Final = 512
 _MOST_NAMED: Final = 5
 _WILDCARDS: Final = "*?["
 _ELSEWHERE: Final = "an object store (s3://bucket/rows.jsonl), a volume (dataset.source.pvc) or the Hugging Face hub"
+_TASKS_ELSEWHERE: Final = (
+    "write the absolute path of a directory below a volume that workers mount (workers.podTemplate), or a relative "
+    "path, below the manifest's directory, to ship it"
+)
+_LINES: Final = (".jsonl", ".ndjson")
+_PHASES: Final = ("setup", "command", "score")
 _OWN_PACKAGES: Final = ("kuberoll_workers", "kuberoll_api")
 
 
@@ -83,7 +91,9 @@ def files_beside(job: RolloutJob, base: FilePath, *, include: Sequence[str] = ()
     entrypoints = [environment.own_entrypoint or "" for environment in job.spec.environments]
     found = files_of_modules(base, [entrypoint.partition(":")[0] for entrypoint in entrypoints])
     rows, problems = _rows(job, base)
-    found += rows
+    programs, more_problems = _programs(job, base)
+    found += rows + programs
+    problems += more_problems
     for pattern in include:
         more = [path for path in sorted(base.glob(pattern)) if path.is_file()] if _is_below(pattern) else []
         found += more
@@ -120,7 +130,83 @@ def _rows(job: RolloutJob, base: FilePath) -> tuple[list[FilePath], list[Finding
         files, problem = _files_of(job, source, path, base)
         found += files
         problems += problem
+        if _has_tasks(job):
+            tasks, problem = _tasks_of_rows(job, source, path, files, base)
+            found += tasks
+            problems += problem
     return found, problems
+
+
+def _has_tasks(job: RolloutJob) -> bool:
+    return any(environment.sandbox is not None for environment in job.spec.environments)
+
+
+def _tasks_of_rows(
+    job: RolloutJob, source: DatasetSource, path: Path, files: Sequence[FilePath], base: FilePath
+) -> tuple[list[FilePath], list[Finding]]:
+    """Files of the tasks that rows name (`metadata.task.directory`), and problems with them."""
+    named: list[tuple[Path, str, str]] = [
+        ((*path, "rows", number), "", name) for number, name in directories_of(source.rows or ())
+    ]
+    for file in files:
+        if file.suffix in _LINES and file.stat().st_size <= MAX_BYTES:
+            where = file.relative_to(base).as_posix()
+            named += [((*path, "uri"), f"{where}:{row + 1}: ", name) for row, name in directories_of(rows_of(file))]
+    found: list[FilePath] = []
+    problems: list[Finding] = []
+    for name in dict.fromkeys(name for _, _, name in named):
+        place, where = next((place, where) for place, where, other in named if other == name)
+        if name.startswith(("/", "~")):
+            if not _is_mounted(job, name):
+                words = f"{where}metadata.task.directory: {name} is a path of this machine; {_TASKS_ELSEWHERE}"
+                problems.append(Finding(place, words))
+        elif not _is_below(name) or not (base / name).is_dir():
+            words = f"{where}metadata.task.directory: there is no directory {name} below the manifest's to ship"
+            problems.append(Finding(place, words))
+        else:
+            found += files_of_task(base / name)
+    return found, problems
+
+
+def _programs(job: RolloutJob, base: FilePath) -> tuple[list[FilePath], list[Finding]]:
+    """Files beside the manifest that agents' programs are, with what they import, and paths that no pod has."""
+    found: list[FilePath] = []
+    problems: list[Finding] = []
+    for number, environment in enumerate(job.spec.environments):
+        agent = environment.agent
+        if agent is None or environment.sandbox is not None:
+            # A program in a sandbox is the image's.
+            continue
+        words: list[tuple[Path, str]] = [
+            ((name, index), word) for name in _PHASES for index, word in enumerate(getattr(agent, name) or ())
+        ]
+        hidden = [] if agent.hidden is None else agent.hidden.paths
+        words += [(("hidden", "paths", index), word) for index, word in enumerate(hidden)]
+        for at, word in words:
+            file = base / word
+            if word.startswith(("/", "~")):
+                if _is_this_machine_s(word, base) and not _is_mounted(job, word):
+                    message = (
+                        f"{word} is a path of this machine; write it relative to the manifest to ship it, or name a "
+                        "path of the workers' image (spec.workers.image)"
+                    )
+                    problems.append(Finding(("spec", "environments", number, "agent", *at), message))
+            elif word.startswith("-") or not _is_below(word):
+                continue
+            elif file.is_file():
+                found.append(file)
+                if file.suffix == ".py":
+                    found += files_of_modules(file.parent, imported_modules(file.read_bytes(), ""))
+            elif at[0] == "hidden" and file.is_dir():
+                found += files_of_task(file)
+    return found, problems
+
+
+def _is_this_machine_s(path: str, base: FilePath) -> bool:
+    """True if a path is there, and is one that people have their own files at."""
+    there = FilePath(path).expanduser()
+    own = (base.absolute(), base.resolve(), FilePath.home(), FilePath(tempfile.gettempdir()))
+    return there.exists() and any(there.is_relative_to(place) for place in own)
 
 
 def _files_of(
@@ -141,7 +227,9 @@ def _files_of(
         words = f"{uri} is not below the manifest's directory, whose files are shipped; move it, or use {_ELSEWHERE}"
         return [], [Finding(place, words)]
     target = base / uri
-    if target.is_dir():
+    if _has_tasks(job) and target.is_dir() and (tasks := [target] if is_task(target) else tasks_in(target)):
+        found = [file for task in tasks for file in files_of_task(task)]
+    elif target.is_dir():
         found = [path for path in sorted(target.iterdir()) if path.is_file() and path.name[0] not in "._"]
     elif target.is_file():
         found = [target]
@@ -177,7 +265,8 @@ def _limits(files: dict[str, FilePath]) -> list[Finding]:
         words = (
             f"the files beside the manifest do not fit into a ConfigMap: {len(files)} files of {size_text(total)}, "
             f"where {MAX_FILES} files of {size_text(MAX_BYTES)} fit; the largest: {listed}. Put rows into "
-            f"{_ELSEWHERE}, and code into the workers' image (spec.workers.image)"
+            f"{_ELSEWHERE}, code into the workers' image (spec.workers.image), and tasks onto a volume: "
+            f"{_TASKS_ELSEWHERE}"
         )
         found.append(Finding((), words))
     return found

@@ -20,6 +20,10 @@ class FileItem(Model):
     path: Annotated[str, StringConstraints(pattern=FILE_PATH_PATTERN, max_length=512)] = Field(
         description="Path of the file, relative to the manifest's directory."
     )
+    mode: Annotated[int, Field(ge=0, le=0o777)] | None = Field(
+        default=None,
+        description="Mode of the file, as a decimal number: 493 for a program. Absent: 420, which is 0644.",
+    )
 
 
 class FilesConfigMap(Model):

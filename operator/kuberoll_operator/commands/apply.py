@@ -111,9 +111,10 @@ def _jobs_of(manifest: Manifest, file: Path, namespace: str, include: tuple[str,
             found.append(JobObjects(job=applied_object(job, namespace)))
             continue
         contents = {name: path.read_bytes() for name, path in beside.files.items()}
+        programs = [name for name, path in beside.files.items() if path.stat().st_mode & 0o100]
         found.append(
             JobObjects(
-                job=applied_object(with_files(job, contents), namespace),
+                job=applied_object(with_files(job, contents, programs), namespace),
                 files=files_config_map(job.metadata.name, namespace, contents),
                 contents=str(beside),
             )

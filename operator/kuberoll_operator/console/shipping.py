@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from kuberoll_api.model.rolloutjob import API_VERSION, KIND, RolloutJob
@@ -17,6 +17,7 @@ MANAGER: Final = "kuberoll"
 """Field manager of what `kuberoll apply` writes, and `app.kubernetes.io/managed-by` of the ConfigMap."""
 
 _MAX_KEY: Final = 253
+_PROGRAM: Final = 0o755
 
 
 def files_config_map(job: str, namespace: str, files: Mapping[str, bytes]) -> Object:
@@ -63,9 +64,16 @@ def file_items(paths: Mapping[str, Any]) -> list[FileItem]:
     return items
 
 
-def with_files(job: RolloutJob, files: Mapping[str, bytes]) -> RolloutJob:
-    """The job with `workers.files` that names the ConfigMap of these files."""
-    config_map = FilesConfigMap(name=names.files(job.metadata.name, _digest(files)), items=file_items(files))
+def with_files(job: RolloutJob, files: Mapping[str, bytes], programs: Collection[str] = ()) -> RolloutJob:
+    """The job with `workers.files` that names the ConfigMap of these files.
+
+    Args:
+        programs: Paths of those that are executable, and stay so.
+    """
+    items = [
+        item.model_copy(update={"mode": _PROGRAM}) if item.path in programs else item for item in file_items(files)
+    ]
+    config_map = FilesConfigMap(name=names.files(job.metadata.name, _digest(files)), items=items)
     workers = job.spec.workers.model_copy(update={"files": WorkerFiles.model_validate({"configMap": config_map})})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"workers": workers})})
 

@@ -28,14 +28,22 @@ def tasks() -> None:
     type=click.Choice(["None", "All"]),
     help="What machines may reach, whatever a task says; absent: tasks that ask for a network are refused.",
 )
+@click.option(
+    "--allow",
+    metavar="HOST",
+    multiple=True,
+    help="A host that machines may reach, by a proxy; any number. Not with --network.",
+)
 @click.option("--parallel", type=click.IntRange(min=1), default=2, show_default=True, help="Tasks at a time.")
-def check(directory: Path, images: str | None, network: str | None, parallel: int) -> None:
-    """Play Harbor's tasks with their solution, and without any agent; no model is needed.
+def check(directory: Path, images: str | None, network: str | None, allow: tuple[str, ...], parallel: int) -> None:
+    """Play tasks with their solution, and without any agent; no model is needed.
 
-    TASKS is a task's directory or a folder of tasks. Exits with 1 if a task cannot be played, or if its solution is
-    worth no more than doing nothing.
+    TASKS is a task's directory or a folder of tasks, Harbor's or without images. Exits with 1 if a task cannot be
+    played, or if its solution is worth no more than doing nothing.
     """
     import asyncio
+
+    from pydantic import ValidationError
 
     from kuberoll_api.model.sandboxes import Sandbox
     from kuberoll_workers.harbor.checking import check_tasks
@@ -45,8 +53,17 @@ def check(directory: Path, images: str | None, network: str | None, parallel: in
     from kuberoll_workers.sandboxes.errors import SandboxUnavailable
     from kuberoll_workers.sandboxes.leases import Sandboxes
 
-    given = {"builtImages": images} if images else {}
-    options = Sandbox.model_validate(given | ({"network": {"mode": network}} if network else {}))
+    if allow and network is not None:
+        raise click.UsageError("--allow names what machines may reach, and --network does, too: remove one of them")
+    given: dict[str, object] = {"builtImages": images} if images else {}
+    if network is not None:
+        given["network"] = {"mode": network}
+    elif allow:
+        given["network"] = {"mode": "Allowlist", "allowedHosts": list(allow)}
+    try:
+        options = Sandbox.model_validate(given)
+    except ValidationError as error:
+        raise click.BadParameter("; ".join(one["msg"] for one in error.errors()), param_hint="--allow") from error
     found: list[Checked] = []
 
     async def run() -> None:

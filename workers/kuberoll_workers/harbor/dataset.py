@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kuberoll_api.manifest.tasks import is_task, tasks_in
 from kuberoll_api.model.environments import SANDBOX_AGENT_TYPE
 from kuberoll_workers.dataset.forms import TASK_FIELD
 from kuberoll_workers.dataset.rows import DatasetError, RowPosition
@@ -13,7 +14,7 @@ from kuberoll_workers.harbor.configuration import FILE
 from kuberoll_workers.harbor.given import read_given
 from kuberoll_workers.harbor.mistakes import TaskError
 from kuberoll_workers.harbor.rows import FIELD, row_of
-from kuberoll_workers.harbor.task import INSTRUCTION, TaskNames, find_tasks, is_task, read_task, tasks_in
+from kuberoll_workers.harbor.task import INSTRUCTION, TaskNames, find_tasks, read_task
 
 
 class HarborTasks:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from kuberoll_api.manifest.tasks import is_task, tasks_in
 from kuberoll_workers.harbor.configuration import (
     FILE,
     Artifact,
@@ -135,19 +136,6 @@ class Task:
     digest: str
 
 
-def is_task(directory: Path) -> bool:
-    """True if a directory is a task: it has a task.toml, or else an instruction.md or a tests/test.sh."""
-    return any((directory / name).is_file() for name in (FILE, INSTRUCTION, f"tests/{SCRIPT}"))
-
-
-def tasks_in(directory: Path) -> list[Path]:
-    """The directories of tasks in a folder, by name."""
-    names = (FILE, INSTRUCTION, f"tests/{SCRIPT}")
-    return sorted(
-        {directory / file.relative_to(directory).parts[0] for name in names for file in directory.glob(f"*/{name}")}
-    )
-
-
 def find_tasks(directory: Path) -> list[Path]:
     """The task's directory itself, or the directories of the tasks in a folder, by name.
 
@@ -156,7 +144,7 @@ def find_tasks(directory: Path) -> list[Path]:
     """
     if is_task(directory):
         return [directory]
-    if found := [path for path in tasks_in(directory) if is_task(path)]:
+    if found := tasks_in(directory):
         return found
     message = f"holds no task: neither {FILE} nor {INSTRUCTION}, nor directories with one"
     nested = next(directory.glob(f"*/*/{FILE}"), None)
