@@ -7,15 +7,15 @@ from typing import Final
 
 from kuberoll_api.model.sandboxes import Sandbox
 
-_OF_ONE_MACHINE: Final = ("oci:", "docker-archive:")
+_OF_ONE_MACHINE: Final = ("oci:", "docker-archive:", "host:")
 
 
 def unpullable(sandbox: Sandbox) -> Iterator[tuple[str, str]]:
-    """Fields of a sandbox that name an image of one machine's disk, each with the reason and the remedy."""
+    """Fields of a sandbox that name what only one machine has, each with the reason and the remedy."""
     for field, image in (("image", sandbox.image), ("builtImages", sandbox.built_images)):
         if image is not None and image.startswith(_OF_ONE_MACHINE):
             yield (
                 field,
-                f"{image} is on the disk of one machine, and pods pull their images from registries; push it to one "
-                "(`kuberoll images build --push`), and name it there",
+                f"{image} is on the disk of one machine, and pods pull their images from registries; name one that is "
+                "in a registry (`kuberoll images build --push` brings those of tasks there)",
             )

@@ -404,7 +404,7 @@ def test_sandboxes_need_an_installation_with_a_broker(tmp_path: Path) -> None:
     assert "sandboxes.enabled: true" in found.notes[0].message
 
 
-@pytest.mark.parametrize("image", ["oci:images:localhost/tasks", "docker-archive:image.tar"])
+@pytest.mark.parametrize("image", ["oci:images:localhost/tasks", "docker-archive:image.tar", "host:/"])
 @pytest.mark.parametrize("field", ["image", "builtImages"])
 def test_images_of_one_machine_are_no_pods_images(image: str, field: str, tmp_path: Path) -> None:
     found = checked(tmp_path, **with_sandboxes(**{field: image}))
