@@ -167,12 +167,12 @@ def test_servers_that_would_need_a_service_are_refused() -> None:
     assert "the servers of environment helpful do not reach the service grader" in found.message
 
 
-def test_machines_of_trajectories_are_refused_before_anything_is_made() -> None:
+def test_machines_of_trajectories_without_a_broker_are_refused_before_anything_is_made() -> None:
     made = job(environments=[{"name": "tasks", "agent": {"tools": {}}, "sandbox": {}}])
     found = compute_facts(made, raw({}), observed(), SETTINGS, at(0)).failure
     assert found is not None
     assert found.reason == "InvalidSpec"
-    assert found.message.startswith("spec.environments[0].sandbox: no cluster has machines for trajectories yet")
+    assert found.message.startswith("spec.environments[0].sandbox: this installation makes no pods for sandboxes")
 
 
 def test_each_service_has_a_key_that_only_its_pods_and_the_workers_get() -> None:

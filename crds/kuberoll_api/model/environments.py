@@ -208,7 +208,7 @@ class Environment(Model):
     sandbox: Sandbox | None = Field(
         default=None,
         description="The machine that each trajectory of an agent has. Rows are tasks of Harbor's format; `kuberoll "
-        "run` starts machines on this one, and no cluster does yet.",
+        "run` starts machines on this one; in a cluster they are pods, if the chart's sandboxes.enabled is set.",
     )
     config: Annotated[JsonObject, IDENTITY] = Field(
         default_factory=dict,
