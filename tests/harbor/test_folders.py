@@ -463,3 +463,25 @@ async def test_tasks_without_an_image_are_checked(play: Playing, sandboxes: Sand
         "good": None,
         "blind": "the solution is worth no more than doing nothing: the tests do not see the difference",
     }
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "folders"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+async def test_the_example_s_tasks_can_be_solved(play: Playing, sandboxes: Sandboxes) -> None:  # noqa: F811
+    found: list[Checked] = []
+    await check_tasks(read_tasks(EXAMPLE), SandboxOptions(), sandboxes, parallel=1, done=found.append)
+    assert [(one.task, one.problem, one.solution.reward, one.nothing.reward) for one in found] == [
+        ("sums", None, 1.0, 0.0)
+    ]
+    rows = [json.loads(line) for line in (EXAMPLE / "rows.jsonl").read_text().splitlines()]
+    assert [row["metadata"]["task"].get("directory") for row in rows] == ["sums", None]
+
+    async def solve(work: Work) -> None:
+        await work.sandbox.exec("sort lines.txt | grep six > longest.txt")
+
+    inline = rows[1]["metadata"]["task"]
+    assert (await play(solve, row=inline)).rewards == {"reward": 1.0}
+    assert (await play(row=inline)).rewards == {"reward": 0.0}
