@@ -121,8 +121,9 @@ class Connection:
         self.closed = True
         self._wider.set()
         self._writer.close()
-        # Nobody waits for the other side to agree.
-        self._writer.transport.abort()
+        # Nobody waits for the other side to agree. Python 3.11.2 fails where the connection is gone already.
+        with contextlib.suppress(AttributeError):
+            self._writer.transport.abort()
 
 
 async def connect(ticket: Ticket, context: ssl.SSLContext, *, seconds: float = CONNECT_SECONDS) -> Connection:
