@@ -92,6 +92,18 @@ def test_the_pods_mount_what_was_shipped() -> None:
             }
 
 
+def test_programs_stay_executable() -> None:
+    shipped = with_files(job(), {"run.sh": b"x", "rows.jsonl": b"{}"}, ["run.sh"])
+    for _, child in children_of(shipped, NAMESPACE, SETTINGS):
+        if child["kind"] == "Job":
+            [volume] = [item for item in child["spec"]["template"]["spec"]["volumes"] if item["name"] == "files"]
+            assert volume["configMap"]["items"] == [
+                {"key": "rows.jsonl", "path": "rows.jsonl"},
+                {"key": "run.sh", "path": "run.sh", "mode": 0o755},
+            ]
+            validate(child)
+
+
 # What UTF-8 can write; the API server takes nothing else.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.text(" \t\r\n#:-|'\"x", max_size=40)
 
