@@ -31,7 +31,7 @@ pytestmark = pytest.mark.processes
 SOLVE = "#!/bin/sh\necho hello > /work/hello.txt\n"
 TEST = '#!/bin/sh\n[ "$(cat /work/hello.txt)" = hello ] && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n'
 TOML = """
-schema_version = "1.4"
+{head}
 [task]
 name = "kuberoll/hello"
 [agent]
@@ -76,6 +76,7 @@ def play(sandboxes: Sandboxes, busybox: str, tmp_path: Path) -> Playing:  # noqa
         environment: str = "",
         options: Mapping[str, Any] | None = None,
         files: Mapping[str, str] | None = None,
+        head: str = 'schema_version = "1.4"',
     ) -> TaskResult:
         folder = tmp_path / "hello"
         texts = {
@@ -86,6 +87,7 @@ def play(sandboxes: Sandboxes, busybox: str, tmp_path: Path) -> Playing:  # noqa
                 network=network,
                 verifier=verifier,
                 environment=environment,
+                head=head,
             ),
             "instruction.md": "Write hello into /work/hello.txt.\n",
             "tests/test.sh": test,
@@ -252,6 +254,41 @@ async def test_tests_in_a_machine_of_their_own(play: Playing, tmp_path: Path) ->
         await work.sandbox.exec("echo hello > /logs/artifacts/hello.txt; touch /work/left")
 
     assert (await play(act, verifier=verifier)).rewards == {"reward": 1.0}
+
+
+async def test_tests_in_a_machine_of_their_own_find_artifacts_and_the_files_of_the_task(play: Playing) -> None:
+    test = (
+        '#!/bin/sh\n[ "$(cat /work/report.txt)$(cat /work/out/in/kept)$(cat /work/given)" = "reportkeptgiven" ] && '
+        "[ -x /work/report.txt ] && [ ! -e /work/out/in/a.tmp ] && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n"
+    )
+    artifacts = 'artifacts = ["/work/report.txt", "/work/none", { source = "/work/out", exclude = ["*.tmp"] }]\n'
+    solve = "#!/bin/sh\nmkdir -p out/in; echo kept > out/in/kept; touch out/in/a.tmp; echo report > report.txt\n"
+    files = {"environment/given": "given\n"}
+    head = f'schema_version = "1.4"\n{artifacts}'
+    found = await play(
+        OracleAgent(),
+        test=test,
+        solve=f"{solve}chmod 755 report.txt\n",
+        verifier='environment_mode = "separate"',
+        files=files,
+        head=head,
+    )
+    assert found.rewards == {"reward": 1.0}
+
+
+async def test_users_may_be_numbers(play: Playing) -> None:
+    test = (
+        "#!/bin/sh\n[ $(id -u) = 1000 ] && [ $(stat -c %u /tmp/mine) = 1000 ] && echo 1 > /logs/verifier/reward.txt\n"
+    )
+    step = '\n[[steps]]\nname = "one"\nagent = { user = 1000 }\n'
+    files = {
+        "steps/one/instruction.md": "Do it.",
+        "steps/one/workdir/setup.sh": "touch /tmp/mine",
+        "steps/one/solution/solve.sh": "#!/bin/sh\n[ $(id -u) = 1000 ]\n",
+    }
+    collect = '[[verifier.collect]]\ncommand = "test $(id -u) = 1000 || rm /tmp/mine"\nuser = 1000\n'
+    found = await play(OracleAgent(), test=test, verifier=f"user = 1000\n{collect}", environment=step, files=files)
+    assert found.rewards == {"reward": 1.0}
 
 
 async def test_healthchecks(play: Playing) -> None:

@@ -116,6 +116,12 @@ async def _variables_inside(sandbox: Sandbox, episode: AgentEpisode) -> dict[str
     return {**policy_variables(there), "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
 
 
+def user_of(phase: Mapping[str, Any]) -> str | None:
+    """Whom a phase's programs run as, in a sandbox's words; tasks have names and numbers. None: the sandbox's user."""
+    user = phase.get("user")
+    return None if user is None else str(user)
+
+
 async def upload(sandbox: Sandbox, files: TaskFiles, source: Path, target: str) -> None:
     """Put a directory of a task into the sandbox, without what its rules leave out, as root's."""
     selected = await asyncio.to_thread(files.selected, source)

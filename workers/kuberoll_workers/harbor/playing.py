@@ -20,7 +20,8 @@ from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
 from kuberoll_workers.data.sandbox_uses import SandboxUse
 from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.environments.outcome import StepRaised
-from kuberoll_workers.harbor.agents import Agent, Work, ending, run_program
+from kuberoll_workers.harbor.agents import Agent, Work, ending, run_program, user_of
+from kuberoll_workers.harbor.artifacts import ARTIFACTS, collect, place
 from kuberoll_workers.harbor.machines import PROXY_PORT, Reach, check_task, reach, resolved, setup_reach, spec_of
 from kuberoll_workers.harbor.rewards import combine, shortfall
 from kuberoll_workers.harbor.setting_up import set_up
@@ -32,9 +33,7 @@ from kuberoll_workers.sandboxes.handle import Sandbox
 from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
 
 AGENT_LOGS: Final = "/logs/agent"
-ARTIFACTS: Final = "/logs/artifacts"
 _SETUP_SECONDS: Final = 600.0
-_TREE_BYTES: Final = 256 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +124,7 @@ class Player:
             sandbox, setup = lease.sandbox, machine.get("setup")
             for path in (AGENT_LOGS, ARTIFACTS) if is_agent_s else ():
                 await sandbox.make_directory(path, mode=0o777, user="0")
-            if (source := machine.get("upload")) is not None and (is_agent_s or setup is not None):
+            if (source := machine.get("upload")) is not None:
                 await sandbox.upload(directory / source, await sandbox.workdir(), user="0")
             if setup is not None:
                 variables = egress_variables(PROXY_PORT) if before.mode == "Allowlist" else {}
@@ -156,7 +155,7 @@ class Player:
             sandbox=sandbox,
             episode=episode,
             instruction=step.get("instruction"),
-            user=limits.get("user"),
+            user=user_of(limits),
             environment={},
             directory=directory,
             solution=step.get("solution"),
@@ -184,18 +183,17 @@ class Player:
                 await run_program(
                     sandbox,
                     ["/bin/sh", "-c", command["command"]],
-                    user=command.get("user"),
+                    user=user_of(command),
                     environment={},
                     seconds=command.get("timeout", _SETUP_SECONDS),
                 )
         environment = resolved(verifier.get("env", {}), self.variables)
         if (machine := verifier.get("machine")) is None:
             return await verify(sandbox, verifier, directory, environment=environment)
-        archives = await _artifacts(sandbox, step)
+        archives = await collect(sandbox, step.get("artifacts", ()))
         async with self._machine(machine, directory, is_agent_s=False) as own:
             others.append(own)
-            for path, archive in archives.items():
-                await own.sandbox.unpack(archive, path, user="0")
+            await place(own.sandbox, archives)
             return await verify(own.sandbox, verifier, directory, environment=environment)
 
 
@@ -215,15 +213,6 @@ async def _way_out(sandbox: Sandbox, network: Reach) -> AsyncIterator[EgressProx
             _log.info("the sandbox %s was refused: %s", sandbox.name, proxy.refused)
 
 
-async def _artifacts(sandbox: Sandbox, step: Mapping[str, Any]) -> dict[str, bytes]:
-    """What the agent leaves for tests in a machine of their own: archives by the directory that they come into."""
-    found = {}
-    for artifact in [{"source": ARTIFACTS}, *step.get("artifacts", ())]:
-        with contextlib.suppress(FileNotFoundError):
-            found[artifact["source"]] = await sandbox.pack(artifact["source"], size=_TREE_BYTES, user="0")
-    return found
-
-
 async def _prepare_step(sandbox: Sandbox, step: Mapping[str, Any], directory: Path) -> None:
     if (source := step.get("workdir")) is not None:
         await sandbox.upload(directory / source, await sandbox.workdir(), user="0")
@@ -232,7 +221,7 @@ async def _prepare_step(sandbox: Sandbox, step: Mapping[str, Any], directory: Pa
             done = await run_program(
                 sandbox,
                 ["/bin/sh", f"{workdir.rstrip('/')}/setup.sh"],
-                user=step.get("agent", {}).get("user"),
+                user=user_of(step.get("agent", {})),
                 environment={},
                 seconds=_SETUP_SECONDS,
             )

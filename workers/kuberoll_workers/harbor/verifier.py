@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kuberoll_workers.environments.outcome import StepRaised
-from kuberoll_workers.harbor.agents import make_executable, run_program, upload
+from kuberoll_workers.harbor.agents import make_executable, run_program, upload, user_of
 from kuberoll_workers.harbor.files import TaskFiles
 from kuberoll_workers.harbor.rewards import JSON, TEXT, RewardError, read_reward
 from kuberoll_workers.sandboxes.handle import Sandbox
@@ -56,7 +56,7 @@ async def verify(
         await make_executable(sandbox, f"{TESTS}/{script}", source)
     timeout = verifier.get("timeout")
     done = await run_program(
-        sandbox, [f"{TESTS}/{script}"], user=verifier.get("user"), environment=environment, seconds=timeout
+        sandbox, [f"{TESTS}/{script}"], user=user_of(verifier), environment=environment, seconds=timeout
     )
     with contextlib.suppress(OSError):
         await sandbox.write(f"{LOGS}/test-stdout.txt", done.stdout, user="0")
