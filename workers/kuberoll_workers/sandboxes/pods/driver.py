@@ -93,8 +93,8 @@ class PodDriver:
         """See `Driver.refusal`."""
         if spec.image.startswith(_LOCAL):
             return (
-                f"{spec.image} is of one machine, and pods pull their images from registries: push it, and name it as "
-                "HOST/NAME:TAG"
+                f"{spec.image} is of one machine, and pods pull their images from registries: push one, and name it as "
+                "HOST/NAME:TAG in the task, or in environments[].sandbox.image"
             )
         return None
 
@@ -249,11 +249,11 @@ class PodDriver:
                     _log.warning("%s", error)
 
 
-@dataclass(slots=True)
 class _Said:
     """What was last heard of a sandbox that starts."""
 
-    text: str
+    def __init__(self, text: str) -> None:
+        self.text = text
 
 
 def _decided(name: str, image: str, answer: SandboxAnswer) -> str | None:
