@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ from kuberoll_workers.sandboxes.namespaces.driver import NamespaceDriver
 from tests.sandboxes.contract import Machines
 from tests.sandboxes.layouts import BUSYBOX, busybox_layout
 from tests.sandboxes.making import Making
+from tests.sandboxes.programs import NoCompiler, musl_files
 
 _IMAGES: Final[dict[str, dict[str, Any]]] = {
     "plain": {"Env": ["PATH=/bin"]},
@@ -40,20 +39,6 @@ _IMAGES: Final[dict[str, dict[str, Any]]] = {
         ]
     },
     "workdir": {"Env": ["PATH=/bin"], "WorkingDir": "/srv"},
-}
-_PROGRAMS: Final = {
-    "hello": """
-int puts(const char *text);
-int fflush(void *file);
-void _exit(int code);
-void _start(void) { puts("hello from musl"); fflush(0); _exit(0); }
-""",
-    # Leaves the first process no descriptor.
-    "choke": """
-int prlimit(int process, int resource, const unsigned long *limits, unsigned long *before);
-void _exit(int code);
-void _start(void) { unsigned long limits[] = {0, 0}; _exit(prlimit(1, 7, limits, 0) ? 1 : 0); }
-""",
 }
 
 Leasing = Callable[..., AbstractAsyncContextManager[Lease]]
@@ -118,19 +103,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def musl(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An image with programs that need musl."""
-    machine = platform.machine()
-    loader, library = Path(f"/lib/ld-musl-{machine}.so.1"), Path(f"/lib/{machine}-linux-musl/libc.so")
-    if shutil.which("gcc") is None or not library.exists():
-        pytest.skip("no gcc and musl: Debian has gcc, musl")
     place = tmp_path_factory.mktemp("musl")
-    options = ["-nostdlib", "-fno-builtin", "-fno-stack-protector", f"-Wl,--dynamic-linker={loader}"]
-    # By this name its loader knows itself.
-    libraries = [f"-L{library.parent}", f"-l:{library.name}"]
-    files = {str(loader)[1:]: library.read_bytes()}
-    for name, source in _PROGRAMS.items():
-        (place / f"{name}.c").write_text(source)
-        subprocess.run(["gcc", *options, "-o", name, f"{name}.c", *libraries], cwd=place, check=True)
-        files[f"bin/{name}"] = (place / name).read_bytes()
+    try:
+        files = musl_files(place)
+    except NoCompiler as missing:
+        pytest.skip(str(missing))
     return busybox_layout(place / "image", files=files, Env=["PATH=/bin"])
 
 
