@@ -210,7 +210,9 @@ class Broker:
         for key, lease in list(self._leases.items()):
             if self._is_silent(lease.context.key, lease.request.worker, lease.request.lease_seconds):
                 self._forget(key, "its worker has not been heard of")
-        await asyncio.gather(*(self._clear(key) for key, pod in self.pods.all() if self._left(key, pod) is not None))
+        left = [key for key, pod in self.pods.all() if self._left(key, pod) is not None]
+        if errors := list(filter(None, await asyncio.gather(*map(self._clear, left)))):
+            _log.warning("%d pods of sandboxes are removed later: %s", len(errors), errors[0])
         self._tidy()
 
     async def close(self) -> None:
@@ -224,16 +226,17 @@ class Broker:
         for lease in self._leases.values():
             lease.changed.set()
 
-    async def _clear(self, key: PodKey) -> None:
+    async def _clear(self, key: PodKey) -> ApiError | None:
         async with self._removals:
             pod = self.pods.get(key)
             # Somebody may have asked for it meanwhile.
             if pod is None or (reason := self._left(key, pod)) is None:
-                return
+                return None
             try:
                 await self._remove(key, pod, reason)
             except ApiError as error:
-                _log.warning("the pod %s/%s is removed later: %s", *key, error)
+                return error
+        return None
 
     def _tidy(self) -> None:
         old = self._clock() - _MEMORY_SECONDS
@@ -278,7 +281,9 @@ class Broker:
 
     def _is_silent(self, job: Key, worker: str, seconds: float) -> bool:
         known = self._workers.get((job, worker))
-        return self._clock() - max(self._began if known is None else known.heard, self._began) > seconds
+        heard = self._began if known is None else max(known.heard, self._began)
+        # Whoever has shorter leases does not tell more often.
+        return self._clock() - heard > max(seconds, _CROSSING_SECONDS)
 
     @staticmethod
     def _is_of(lease: _Lease, job: Key, worker: str) -> bool:

@@ -60,6 +60,7 @@ class SandboxPods:
         self._changed, self._clock = changed, clock
         self._pods: dict[PodKey, SandboxPod] = {}
         self._listed: dict[Scope, int] = {}
+        self._told: dict[Scope, int] = {}
         self._pages: dict[Scope, set[PodKey]] = {}
 
     def get(self, key: PodKey) -> SandboxPod | None:
@@ -84,7 +85,7 @@ class SandboxPods:
         listed = version_of({"metadata": {"resourceVersion": version}})
         if first:
             self._pages[scope] = set()
-            if listed < self._listed.get(scope, -1):
+            if listed < max(self._listed.get(scope, -1), self._told.get(scope, -1)):
                 self._rewind(scope)
         seen = self._pages.setdefault(scope, set())
         for item in items:
@@ -103,6 +104,8 @@ class SandboxPods:
         """See `watches.Sink`."""
         key = _key(item)
         known = self._pods.get(key)
+        for scope in (None, key[0]):
+            self._told[scope] = max(version_of(item), self._told.get(scope, -1))
         if deleted:
             if known is not None and known.uid == item["metadata"]["uid"]:
                 self._drop(key)
@@ -143,6 +146,7 @@ class SandboxPods:
     def _rewind(self, scope: Scope) -> None:
         """Let any version of a pod replace what is known: the API server's history was restored from a backup."""
         self._listed.pop(scope, None)
+        self._told.pop(scope, None)
         for key, pod in self.all():
             if scope in (None, key[0]):
                 self._pods[key] = replace(pod, version=-1)
