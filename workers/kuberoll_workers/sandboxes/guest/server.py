@@ -482,8 +482,9 @@ def _is_from_here(end: socket.socket) -> bool:
         with socket.socket(end.family, socket.SOCK_DGRAM) as probe:
             if end.family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            # The system gives a machine's own addresses only.
-            probe.bind((end.getpeername()[0], 0))
+            # The system gives a machine's own addresses only; those of a link are its own on that link.
+            host, _, *scope = end.getpeername()
+            probe.bind((host, 0, *scope))
     except OSError:
         return False
     return True
