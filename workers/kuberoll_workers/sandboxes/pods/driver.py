@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
 import socket
 import ssl
@@ -13,6 +14,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
+
+from pydantic import ValidationError
 
 from kuberoll_api.sandboxes import (
     IDENTITY_DIRECTORY,
@@ -68,8 +71,8 @@ class PodDriver:
         self._environment, self._variables = environment, os.environ if variables is None else variables
         self._placement = Placement.model_validate_json(self._variables.get(PLACEMENT_VARIABLE) or "{}")
         # Of all processes that this pod's name may ever have.
-        host = socket.gethostname().lower().strip("-.")[-48:].strip("-.")
-        self._worker = f"{host}-{secrets.token_hex(4)}"
+        host = re.sub("[^-.a-z0-9]", "-", socket.gethostname().lower())[-48:].strip("-.")
+        self._worker = f"{host or 'worker'}-{secrets.token_hex(4)}"
         self._starting = asyncio.Lock()
         self._ready: _Ready | None = None
         self._names: set[str] = set()
@@ -157,7 +160,14 @@ class PodDriver:
             return self._ready
 
     async def _create(self, ready: _Ready, name: str, spec: SandboxSpec, said: _Said) -> Ticket:
-        request = self._request(ready, name, spec)
+        try:
+            request = self._request(ready, name, spec)
+        except ValidationError as error:
+            [first, *_] = error.errors(include_url=False)
+            raise SandboxUnavailable(
+                f"the sandbox {name} of {spec.image[:100]} cannot be a pod: {'.'.join(map(str, first['loc']))}: "
+                f"{first['msg']}"
+            ) from error
         address = await self._address(ready, name, request, said)
         ticket = Ticket(
             name=name, address=f"tcp:{address}", certificate=ready.key.certificate, private=ready.key.private
