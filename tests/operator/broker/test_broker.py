@@ -107,8 +107,8 @@ def test_whoever_waits_is_told_why() -> None:
 
 def test_what_the_job_may_not_have_is_refused_and_costs_nothing() -> None:
     async def play(world: World) -> None:
-        for fields in ({"environment": "none"}, {"environment": "puzzles"}):
-            assert (await world.ask(**fields)).state == "Refused"
+        for environment in ("none", "puzzles"):
+            assert (await world.ask(environment=environment)).state == "Refused"
         assert not world.server.asked
 
     played(play)
@@ -221,6 +221,7 @@ def test_a_job_whose_name_begins_another_ones_does_not_remove_its_sandboxes() ->
             await asyncio.sleep(10)
         assert (await world.broker.want("b-c", request(), short, seconds=WAIT)).state == "Running"
         assert world.pods() == {"a-b-c"}
+        assert world.server.asked == {"create": 1}
 
     played(play)
 
@@ -396,6 +397,15 @@ def test_a_silent_workers_sandboxes_are_removed_after_the_lease_and_not_before()
         assert world.broker.removed["its worker is silent"] == 2
         # Who comes back is told.
         assert (await world.ask("sb-2", lease_seconds=1200)).state == "Ended"
+
+    played(play)
+
+
+def test_a_lease_that_is_shorter_than_the_pause_between_two_lists_is_no_end() -> None:
+    async def play(world: World) -> None:
+        await world.ask(lease_seconds=2)
+        await world.live(100, "sb-1")
+        assert world.pods() == {"tasks-sb-1"}
 
     played(play)
 
