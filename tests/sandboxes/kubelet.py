@@ -225,6 +225,8 @@ class Kubelet:
             *self._engine.podman(),
             *arguments,
             env=self._engine.variables(),
+            # Conmon leaves a file where its engine works.
+            cwd=self._place.parent,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
