@@ -307,14 +307,14 @@ class Broker:
         try:
             async with self._starts_of[lease.context.key]:
                 await self._start(lease)
-            if lease.answer.state == "Running":
-                await self._follow(lease, until_it_runs=False)
+            if lease.is_made and lease.answer.state in ("Running", "Waiting"):
+                await self._follow(lease)
         except Exception as error:
             _log.exception("the sandbox %s cannot be made", lease.key[1])
             lease.say(SandboxAnswer(state="Ended", reason=f"the broker failed: {error}"))
 
     async def _start(self, lease: _Lease) -> None:
-        """Create the pod, however long that takes, and follow it until it runs."""
+        """Create the pod, however long that takes, and follow it until it runs, or waits for a node."""
         pause, room = _FIRST_PAUSE, self._rooms[lease.key[0]]
         while True:
             if (wait := self._not_before - self._clock()) > 0:
@@ -324,7 +324,7 @@ class Broker:
                 if await self._create(lease, pause):
                     if lease.is_made:
                         room.enter()
-                        await self._follow(lease, until_it_runs=True)
+                        await self._follow(lease, while_it_starts=True)
                     return
             # Whoever waits here keeps nobody of other jobs from starting.
             seconds = pause * (1 + random.random() * _SPREAD)
@@ -397,8 +397,13 @@ class Broker:
             lease.say(SandboxAnswer(state="Refused", reason="there is a pod of this name that another worker has"))
         return True
 
-    async def _follow(self, lease: _Lease, *, until_it_runs: bool) -> None:
-        """Note the states of a pod, until it runs or is gone."""
+    async def _follow(self, lease: _Lease, *, while_it_starts: bool = False) -> None:
+        """Note the states of a pod until it is gone.
+
+        Args:
+            while_it_starts: True to return when it runs, and when no node has room for it: then it starts no more than
+                one that was not made, and others may.
+        """
         event = self._events[lease.key]
         try:
             while True:
@@ -416,7 +421,8 @@ class Broker:
                     await event.wait()
                     continue
                 lease.say(pod.answer)
-                if pod.answer.state in ("Ended", "Refused") or (until_it_runs and pod.answer.state == "Running"):
+                is_starting = pod.answer.state == "Waiting" and not pod.waits_for_a_node
+                if pod.answer.state in ("Ended", "Refused") or (while_it_starts and not is_starting):
                     return
                 await event.wait()
         finally:

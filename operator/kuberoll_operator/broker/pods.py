@@ -10,7 +10,7 @@ from typing import Final
 from kuberoll_api.sandboxes import SandboxAnswer
 from kuberoll_operator import names
 from kuberoll_operator.broker.pod import LEASE_ANNOTATION, PodContext
-from kuberoll_operator.broker.states import answer_of, image_of, user_of
+from kuberoll_operator.broker.states import answer_of, image_of, user_of, waits_for_a_node
 from kuberoll_operator.cache import Scope, version_of
 from kuberoll_operator.kube.resources import Resource
 from kuberoll_operator.model import Key, Object
@@ -31,6 +31,7 @@ class SandboxPod:
         worker: The worker that has it.
         answer: Its state.
         image_id: Which image its main container runs, as its node names it; None: it is not known yet.
+        waits_for_a_node: True if no node has room for it.
         user: Whom that image's commands run as, if the pod has found that out.
         lease_seconds: It is removed when its worker has not been heard of for so long.
         leaving: True if it is being deleted.
@@ -43,6 +44,7 @@ class SandboxPod:
     answer: SandboxAnswer
     image_id: str | None
     user: str | None
+    waits_for_a_node: bool
     lease_seconds: float
     leaving: bool
     since: float
@@ -131,6 +133,7 @@ class SandboxPods:
             answer=answer_of(item),
             image_id=image_of(item),
             user=user_of(item),
+            waits_for_a_node=waits_for_a_node(item),
             lease_seconds=_seconds((metadata.get("annotations") or {}).get(LEASE_ANNOTATION)),
             leaving=bool(metadata.get("deletionTimestamp")),
             since=self._clock() if known is None or known.uid != metadata["uid"] else known.since,

@@ -67,6 +67,11 @@ def user_of(pod: Mapping[str, Any]) -> str | None:
     return None
 
 
+def waits_for_a_node(pod: Mapping[str, Any]) -> bool:
+    """True if no node has room for a pod."""
+    return condition(pod.get("status") or {}, "PodScheduled").get("status") == "False"
+
+
 def _answer(state: Any, reason: str) -> SandboxAnswer:
     return SandboxAnswer(state=state, reason=reason[:_CHARACTERS])
 
