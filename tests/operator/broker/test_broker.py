@@ -335,7 +335,7 @@ def test_room_in_a_quota_is_taken_at_once_by_as_many_as_there_is_room_for() -> N
             await asyncio.gather(*(world.ask(name, seconds=10) for name in names[4:]))
         await world.broker.release(names[0], JOB)
         place = next(place for place in world.server.objects if place[1].endswith("-sb-0"))
-        while place in world.server.objects:
+        while place in world.server.objects:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.01)
         before = world.server.asked["create"]
         await asyncio.sleep(0.5)
@@ -362,7 +362,7 @@ def test_what_no_node_has_room_for_keeps_no_other_from_starting() -> None:
         stuck = [
             asyncio.create_task(world.broker.want(f"sb-{n}", request(), context("big"), seconds=90)) for n in (1, 2)
         ]
-        while len(world.server.objects) < 2:
+        while len(world.server.objects) < 2:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.05)
         for place in list(world.server.objects):
             pod = world.server.objects[place]
