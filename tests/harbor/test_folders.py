@@ -465,6 +465,28 @@ async def test_tasks_without_an_image_are_checked(play: Playing, sandboxes: Sand
     }
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+async def test_a_fault_of_ours_with_one_task_leaves_the_others(
+    play: Playing,
+    sandboxes: Sandboxes,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(self: NoAgent, work: Work) -> None:
+        if work.directory.name == "odd":
+            raise AttributeError("nobody has thought of it")
+
+    monkeypatch.setattr(NoAgent, "work", work)
+    for name in ("good", "odd"):
+        write_task(tmp_path / "tasks" / name, FILES)
+    found: list[Checked] = []
+    await check_tasks(read_tasks(tmp_path / "tasks"), SandboxOptions(), sandboxes, parallel=2, done=found.append)
+    problems = {one.task: one.problem for one in found}
+    assert problems["good"] is None
+    assert "KubeRoll has failed, not the task: AttributeError: nobody has thought of it" in str(problems["odd"])
+
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "folders"
 
 

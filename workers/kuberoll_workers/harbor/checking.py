@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from kuberoll_workers.harbor.task import Task
 from kuberoll_workers.sandboxes.errors import SandboxError
 from kuberoll_workers.sandboxes.leases import Sandboxes
 
+_log = logging.getLogger(__name__)
 _AGENT_SECONDS: Final = 1800.0
 
 
@@ -102,6 +104,10 @@ async def _played(player: Player, task: Task, agent: Agent) -> Played:
         played = Played(reward=sum(worth(result.rewards).values()))
     except (EnvironmentFault, SandboxError, UnusableRow, OSError) as error:
         played = Played(problem=str(error) or type(error).__name__)
+    except Exception as error:
+        # A fault of ours with one task is no reason to know nothing of the others.
+        _log.exception("the task %s cannot be played", task.name)
+        played = Played(problem=f"KubeRoll has failed, not the task: {type(error).__name__}: {error}")
     return dataclasses.replace(played, seconds=time.monotonic() - began)
 
 
