@@ -74,7 +74,7 @@ class BrokerApp:
                 queue=lambda: 0.0,
                 leading=lambda: False,
                 lease_attempt_age=lambda: None,
-                lease_seconds=settings.lease_seconds,
+                lease_seconds=0.0,
             )
             served = [
                 # Who asks one that ends is to ask the next one.

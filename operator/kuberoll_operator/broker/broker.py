@@ -105,7 +105,7 @@ class Broker:
         self,
         client: Client,
         *,
-        starts: int = 512,
+        starts: int = 128,
         starts_per_job: int = 32,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
