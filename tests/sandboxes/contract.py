@@ -154,6 +154,19 @@ class DriverContract:
         await sandbox.clear()
         assert "sleep 800" not in (await sandbox.exec(["ps"])).text
 
+    async def test_what_is_under_way_ends_when_its_sandbox_is_given_up(self, machines: Machines) -> None:
+        async with machines.one() as sandbox:
+            async with sandbox.start("echo there; sleep 9002") as process:
+                assert await anext(aiter(process)) == ("stdout", b"there\n")
+                waiting = asyncio.create_task(process.wait())
+                await asyncio.sleep(0)
+                # As when its node is gone, and nothing tells of it.
+                sandbox.lose(SandboxLost("nobody has heard of its node"))
+                with pytest.raises(SandboxLost):
+                    await waiting
+            with pytest.raises(SandboxLost, match="nobody has heard of its node"):
+                await sandbox.exec("true")
+
     async def test_a_command_that_is_left_alone_is_killed(self, sandbox: Sandbox) -> None:
         async with sandbox.start("trap '' TERM HUP INT; echo there; sleep 9001") as process:
             assert await anext(aiter(process)) == ("stdout", b"there\n")

@@ -149,6 +149,18 @@ class TestPods(DriverContract):
                 assert data, "it was closed"
             outside.close()
 
+    async def test_connections_break_when_nobody_is_there(self, sandbox: Sandbox) -> None:
+        async with sandbox._pool.connection() as connection:
+            end = connection._writer.get_extra_info("socket")
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            idle, interval, count = (
+                end.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            # Of an idle one, and of one with something on its way.
+            assert idle + interval * count <= 15
+            assert 0 < end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+
     async def test_an_end_that_others_make_is_a_loss(self, machines: Machines, cluster: Cluster) -> None:
         for way in ("delete", "kill"):
             async with machines.one() as sandbox, sandbox.start(["sleep", "1000"]) as process:

@@ -50,6 +50,8 @@ _COPY: Final = (
     f'then exec cp -R "${sandboxes.RUNTIME_VARIABLE}/." {sandboxes.RUNTIME_DIRECTORY}; fi; '
     f"exec python -m kuberoll_workers.sandboxes.runtime {sandboxes.RUNTIME_DIRECTORY}"
 )
+_LOST_NODE: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+_LOST_NODE_SECONDS: Final = 15
 _COPY_RESOURCES: Final = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
 
 
@@ -164,9 +166,14 @@ def _placed(spec: Object, placement: Placement) -> Object:
     if placement.node_selector:
         spec = {**spec, "nodeSelector": {**spec.get("nodeSelector", {}), **placement.node_selector}}
     there = spec.get("tolerations", [])
-    if new := [item for item in placement.tolerations if item not in there]:
-        spec = {**spec, "tolerations": [*there, *new]}
-    return spec
+    found = [*there, *(item for item in placement.tolerations if item not in there)]
+    # A machine that nobody reaches ends with its lease, and one that was to start there is wanted elsewhere.
+    for taint in _LOST_NODE:
+        if not any(item.get("key", taint) == taint for item in found):
+            found.append(
+                {"key": taint, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": _LOST_NODE_SECONDS}
+            )
+    return {**spec, "tolerations": found}
 
 
 def _main(request: SandboxRequest, options: Sandbox, context: PodContext) -> Object:

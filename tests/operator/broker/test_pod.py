@@ -57,6 +57,14 @@ def test_pods_are_as_they_were(case: str) -> None:
     validate(made(case))
 
 
+def test_one_that_starts_on_a_lost_node_is_given_up_soon_unless_the_job_says_otherwise() -> None:
+    keys = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"]
+    own = {"key": keys[0], "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 600}
+    for said, seconds in (([], [15, 15]), ([own], [600, 15]), ([{"operator": "Exists"}], [None])):
+        spec = build_pod("sb", request(placement={"tolerations": said}), context())["spec"]
+        assert [item.get("tolerationSeconds") for item in spec["tolerations"]] == seconds
+
+
 def test_there_is_no_golden_pod_of_nothing() -> None:
     assert {path.stem for path in GOLDEN.glob("*.yaml")} == set(CASES)
 

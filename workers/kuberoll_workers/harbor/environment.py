@@ -32,10 +32,9 @@ from kuberoll_workers.harbor.playing import Player, TaskResult, state_of
 from kuberoll_workers.harbor.rewards import KEY, worth
 from kuberoll_workers.harbor.rows import FIELD
 from kuberoll_workers.harbor.tools import ToolsLoop
-from kuberoll_workers.sandboxes.drivers import find_driver
+from kuberoll_workers.sandboxes.drivers import find_sandboxes
 from kuberoll_workers.sandboxes.errors import SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.images.presence import absence
-from kuberoll_workers.sandboxes.leases import Sandboxes
 
 
 class SandboxAgents(EnvironmentInterface):
@@ -57,7 +56,7 @@ class SandboxAgents(EnvironmentInterface):
         self.declares_tools = options.tools is not None  # type: ignore[misc]
         _check_here(config["name"])
         self._player = Player(
-            sandboxes=Sandboxes(find_driver(config["name"])),
+            sandboxes=find_sandboxes(config["name"]),
             options=self._options,
             variables=given_variables(config["variables"]),
             agent_seconds=options.timeouts.run_seconds,
@@ -154,7 +153,7 @@ def _check_here(environment: str) -> None:
     """
 
     async def check() -> None:
-        sandboxes = Sandboxes(find_driver(environment))
+        sandboxes = find_sandboxes(environment)
         try:
             await sandboxes.check()
         finally:

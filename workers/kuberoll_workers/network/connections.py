@@ -33,15 +33,20 @@ def make_socket(address: AddrInfoType) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for names, value in _OPTIONS:
-            option = next((getattr(socket, name) for name in names if hasattr(socket, name)), None)
-            if option is not None:
-                made.setsockopt(socket.IPPROTO_TCP, option, value)
+        watch_peer(made)
     except BaseException:
         made.close()
         raise
     return made
+
+
+def watch_peer(end: socket.socket) -> None:
+    """Have a TCP connection break some 15 s after its peer's machine is gone."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for names, value in _OPTIONS:
+        option = next((getattr(socket, name) for name in names if hasattr(socket, name)), None)
+        if option is not None:
+            end.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def tcp_connector(*, limit: int, keepalive_timeout: float = 15.0) -> aiohttp.TCPConnector:

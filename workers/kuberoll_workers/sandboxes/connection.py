@@ -7,12 +7,14 @@ import contextlib
 import os
 import socket
 import ssl
+import sys
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from kuberoll_workers.network.connections import watch_peer
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost
 from kuberoll_workers.sandboxes.guest.frames import CHUNK_BYTES, VERSION, Decoder, Header, InvalidFrame, encode
 from kuberoll_workers.sandboxes.keys import Key
@@ -21,6 +23,7 @@ CONNECT_SECONDS: Final = 20.0
 """Time in which a sandbox must answer a new connection."""
 
 _WINDOW_BYTES: Final = 1 << 20
+_UNACKNOWLEDGED_MS: Final = 30_000
 _MOST_IDLE: Final = 4
 # Of more than 16 connections whose key it has not seen the server closes the oldest; several handles may make some.
 _MOST_CONNECTING: Final = 4
@@ -184,6 +187,11 @@ async def _socket(address: str) -> socket.socket:
         await loop.sock_connect(end, target)
         if kind != "unix":
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A command may be silent for hours; its node, when it is gone, for ever.
+            watch_peer(end)
+            if sys.platform == "linux":
+                # Of what was sent and is not acknowledged nobody asks the peer's system.
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
     except BaseException:
         end.close()
         raise
@@ -200,6 +208,8 @@ class Pool:
         self.ticket = ticket
         self._context = context
         self._idle: list[Connection] = []
+        self._used: set[Connection] = set()
+        self._lost: SandboxLost | None = None
         self._connecting = asyncio.Semaphore(_MOST_CONNECTING)
         self._closed = False
 
@@ -212,20 +222,36 @@ class Pool:
         """
         if self._closed:
             raise SandboxError(f"the sandbox {self.ticket.name} is closed")
+        if self._lost is not None:
+            raise SandboxLost(str(self._lost)) from self._lost
         if self._idle:
             used = self._idle.pop()
         else:
             async with self._connecting:
                 used = await connect(self.ticket, self._context)
+        self._used.add(used)
         try:
             yield used
         except BaseException:
             used.close()
             raise
+        finally:
+            self._used.discard(used)
         if used.closed or self._closed or len(self._idle) >= _MOST_IDLE:
             used.close()
         else:
             self._idle.append(used)
+
+    def lose(self, error: SandboxLost) -> None:
+        """Close all of them: what is under way ends with `SandboxLost`, and so does what is to come.
+
+        Args:
+            error: Why.
+        """
+        self._lost = error
+        for used in [*self._used, *self._idle]:
+            used.close()
+        self._idle.clear()
 
     def close(self) -> None:
         """Close all that are idle; the others are closed when their operation is over."""

@@ -11,12 +11,30 @@ from kuberoll_workers.sandboxes.containers.driver import DockerDriver
 from kuberoll_workers.sandboxes.containers.engine import has_engine
 from kuberoll_workers.sandboxes.driver import Driver
 from kuberoll_workers.sandboxes.errors import SandboxUnavailable
+from kuberoll_workers.sandboxes.leases import Sandboxes
 from kuberoll_workers.sandboxes.namespaces.driver import NamespaceDriver
 from kuberoll_workers.sandboxes.pods.driver import PodDriver
 
 VARIABLE: Final = "KUBEROLL_SANDBOX_DRIVER"
 """Variable that names the driver, `docker`, `namespaces` or `pods`, as in workers of a cluster; unset: Docker or Podman
 where one answers and Docker's SDK is installed."""
+
+
+_PODS_AT_ONCE: Final = 1024
+
+
+def find_sandboxes(environment: str) -> Sandboxes:
+    """Sandboxes of this process's driver.
+
+    Args:
+        environment: Name of the environment that they are for; empty: none of a job.
+
+    Raises:
+        SandboxUnavailable: The variable names no driver.
+    """
+    driver = find_driver(environment)
+    # The broker limits how many pods start at a time.
+    return Sandboxes(driver, parallel_starts=_PODS_AT_ONCE) if isinstance(driver, PodDriver) else Sandboxes(driver)
 
 
 def find_driver(environment: str) -> Driver:

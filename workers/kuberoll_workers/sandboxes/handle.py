@@ -349,6 +349,14 @@ class Sandbox:
         if answer.get("left"):
             raise SandboxError(f"{answer['left']} processes of the sandbox {self.name} cannot be killed")
 
+    def lose(self, error: SandboxLost) -> None:
+        """End what is under way, and all that is to come, with `SandboxLost`.
+
+        Args:
+            error: Why.
+        """
+        self._pool.lose(error)
+
     async def ping(self, *, seconds: float) -> None:
         """Ask whether the sandbox is there, and renew its lease.
 

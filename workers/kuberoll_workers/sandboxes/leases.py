@@ -20,6 +20,8 @@ from kuberoll_workers.telemetry import definitions as metrics
 
 _PING_SECONDS: Final = 15.0
 _CHECK_SECONDS: Final = 10.0
+# More would only have each other wait on one machine.
+_PARALLEL_STARTS: Final = 8
 # A missed answer may be a busy machine's; the lease has room for this many.
 _PINGS_PER_LEASE: Final = 4
 
@@ -73,6 +75,8 @@ class Lease:
             except SandboxLost as error:
                 if time.monotonic() - last > seconds:
                     self._lost = error
+                    # Whoever waits for a command in it waits no longer.
+                    self.sandbox.lose(error)
                     return
 
 
@@ -83,7 +87,7 @@ class Sandboxes:
         meters: What is counted of them.
     """
 
-    def __init__(self, driver: Driver, *, parallel_starts: int = 8) -> None:
+    def __init__(self, driver: Driver, *, parallel_starts: int = _PARALLEL_STARTS) -> None:
         self._driver = driver
         self._starting = asyncio.Semaphore(parallel_starts)
         self._prefix = secrets.token_hex(4)
