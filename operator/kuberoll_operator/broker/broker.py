@@ -447,10 +447,7 @@ class Broker:
             return
         self._deleted[pod.uid] = self._clock()
         try:
-            is_there = await self._client.delete(PODS, *key, uid=pod.uid)
-        except Conflict:
-            # Another pod has its name by now.
-            is_there = False
+            is_there = await self._delete(key, pod.uid)
         except BaseException:
             self._deleted.pop(pod.uid, None)
             raise
@@ -459,6 +456,17 @@ class Broker:
         else:
             # Its deletion was told before the answer that it was made, which was taken for news.
             self.pods.forget(key, pod.uid)
+
+    async def _delete(self, key: PodKey, uid: str) -> bool:
+        """Delete a pod; False if it is gone already."""
+        try:
+            return await self._client.delete(PODS, *key, uid=uid)
+        except Conflict:
+            found = await self._client.get(PODS, *key)
+            if found is not None and found["metadata"]["uid"] == uid:
+                raise
+            # Another pod has its name by now.
+            return False
 
     def _seen(self, key: PodKey) -> None:
         if (event := self._events.get(key)) is not None:
