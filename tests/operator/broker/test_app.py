@@ -224,7 +224,9 @@ async def test_a_signal_ends_the_process_and_leaves_the_pods(tmp_path: Path, num
             process.send_signal(number)
             _, log = await process.communicate()
             assert process.returncode == 0, log.decode()
-            assert b"Traceback" not in log
+            # kopf's watch may log one of its own when it is cancelled between two events.
+            lines = [line for line in log.splitlines() if b"didn't stop after athrow()" not in line]
+            assert b"Traceback" not in b"\n".join(lines)
             [found] = await asyncio.gather(asking, return_exceptions=True)
             # Whoever waits asks again: it is not over.
             assert isinstance(found, BaseException) or found.state == "Waiting"
