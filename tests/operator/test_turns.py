@@ -157,6 +157,9 @@ def test_a_job_with_a_worker_never_steps_back() -> None:
     assert facts.stage is Stage.RUNNING
 
 
+TURN_SECONDS = 2
+
+
 class Small:
     """A cluster with so many places, on which a job has an engine, then a worker for some time, each in one place.
 
@@ -165,11 +168,13 @@ class Small:
 
     def __init__(self, places: int, jobs: int, choices: list[int]) -> None:
         self.places, self.choices = places, choices
-        self.turns = Turns(2)
+        self.turns = Turns(TURN_SECONDS)
         self.keys = [Key("team", f"{number:03}") for number in range(jobs)]
         self.engine: dict[Key, bool] = {}
         self.worker: dict[Key, int | None] = {}
         self.ended: list[Key] = []
+        # Those that have had everything before anybody could have waited for long.
+        self.lucky: set[Key] = set()
         self.time = 0
 
     def step(self) -> None:
@@ -195,6 +200,8 @@ class Small:
                 self.engine[key] = True
             else:
                 self.worker[key] = 3
+                if self.time <= TURN_SECONDS + 1:
+                    self.lucky.add(key)
             used += 1
         for key in self.keys:
             if key in self.ended:
@@ -230,4 +237,4 @@ def test_many_jobs_on_a_small_cluster_all_end_and_the_oldest_without_a_worker_wa
     assert len(small.ended) == jobs
     # Whatever the scheduler chose: nobody ends more than the cluster's places and a round before who came much earlier.
     for place, key in enumerate(small.ended):
-        assert place >= int(key.name) - 2 * places - 1
+        assert key in small.lucky or place >= int(key.name) - 2 * places - 1
