@@ -26,6 +26,8 @@ ELSEWHERE = {
     *(f"environments/{name}.yaml" for name in ("mcp", "nemo-gym", "openenv", "verifiers")),
     "agents/calculator.yaml",
     "kubernetes/reward-model.yaml",
+    # Its policy needs a chat template with tools; its tasks are played in tests/harbor/test_folders.py.
+    "folders/folders.yaml",
     # Its images are built first: tests/harbor/test_example.py, tests/local/test_sandbox_run.py.
     "tasks/tasks.yaml",
     # It goes on until a trainer stops it: tests/local/test_train_example.py.
@@ -47,7 +49,8 @@ def test_an_example_runs_on_a_cluster_with_the_model_of_its_images(name: str) ->
     result = CliRunner().invoke(main, ["validate", "--cluster", str(file), *options(IN_A_CLUSTER)])
     assert result.exit_code == 0, result.stderr
     job = load_job(file, IN_A_CLUSTER)
-    settings = Settings.model_validate({**SETTINGS.model_dump(), "default_output": "pvc://rollouts"})
+    more = {"default_output": "pvc://rollouts", "sandbox_broker": "http://broker:8790"}
+    settings = Settings.model_validate({**SETTINGS.model_dump(), **more})
     assert {child["kind"] for _, child in children_of(job, "default", settings)} >= {"ConfigMap", "Deployment", "Job"}
 
 
