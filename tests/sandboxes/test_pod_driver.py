@@ -227,13 +227,15 @@ async def test_a_driver_that_is_closed_gives_back_all_and_says_no_more() -> None
         await asyncio.gather(*creating, return_exceptions=True)
 
 
-@pytest.mark.parametrize("image", ["oci:/images/task", "docker-archive:/images/task.tar"])
+@pytest.mark.parametrize("image", ["oci:/images/task", "docker-archive:/images/task.tar", "host:/"])
 async def test_images_of_this_machine_are_refused_with_the_way_out(image: str) -> None:
     driver = PodDriver(environment="tasks", variables={})
     assert "push" in (driver.refusal(SandboxSpec(image=image)) or "")
     with pytest.raises(SandboxUnavailable, match="push"):
         await driver.create("sb-1", SandboxSpec(image=image))
     assert driver.refusal(SPEC) is None
+    # A registry of that name.
+    assert driver.refusal(SandboxSpec(image="host:5000/task")) is None
 
 
 async def test_what_is_asked_for_is_what_was_meant() -> None:

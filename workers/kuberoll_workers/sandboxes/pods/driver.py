@@ -17,6 +17,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from kuberoll_api.sandbox_images import is_of_one_machine
 from kuberoll_api.sandboxes import (
     IDENTITY_DIRECTORY,
     PLACEMENT_VARIABLE,
@@ -40,7 +41,6 @@ from kuberoll_workers.sandboxes.runtime import Runtime
 _IDENTITY: Final = f"{IDENTITY_DIRECTORY}/user"
 # Kubernetes' default; the broker reads it.
 _TERMINATION: Final = "/dev/termination-log"
-_LOCAL: Final = ("oci:", "docker-archive:")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 # One who is told that the container runs may be faster than its server.
 _ATTEMPT_SECONDS: Final = 2.0
@@ -94,7 +94,7 @@ class PodDriver:
 
     def refusal(self, spec: SandboxSpec) -> str | None:
         """See `Driver.refusal`."""
-        if spec.image.startswith(_LOCAL):
+        if is_of_one_machine(spec.image):
             return (
                 f"{spec.image} is of one machine, and pods pull their images from registries: push one, and name it as "
                 "HOST/NAME:TAG in the task, or in environments[].sandbox.image"
