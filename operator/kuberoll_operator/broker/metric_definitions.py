@@ -31,6 +31,6 @@ API_REQUESTS: Final = Counter(
     help="Requests to the API server, without watches; code 0 means no answer.",
 )
 
-GROUPS: Final = (MetricGroup("The broker of sandboxes", (SANDBOXES, STARTS, REMOVALS, API_REQUESTS)),)
+GROUPS: Final = (MetricGroup("Pods of sandboxes", (SANDBOXES, STARTS, REMOVALS, API_REQUESTS)),)
 
 METRICS: Final = metrics_by_name(GROUPS)
