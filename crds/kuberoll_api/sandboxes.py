@@ -65,6 +65,15 @@ IDENTITY_DIRECTORY: Final = "/.kuberoll-user"
 IDENTITY_VARIABLE: Final = "KUBEROLL_SANDBOX_USER"
 """Variable of its server with the same, where the broker knows it already."""
 
+CAPABILITIES: Final = (
+    *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID"),
+    *("SETPCAP", "SETUID", "SYS_CHROOT"),
+)
+"""Rights of root in a sandbox: those that container engines give by default, without raw sockets and device files.
+
+Pod Security admits them at level `baseline`.
+"""
+
 SandboxName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")]
 WorkerName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
 _Seconds = Annotated[float, Field(gt=0, le=604_800.0)]

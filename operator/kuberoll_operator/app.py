@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import signal
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -27,6 +26,7 @@ from kuberoll_operator.polling import ReportPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.reconciler import Pool, Reconciler
 from kuberoll_operator.settings import Settings
+from kuberoll_operator.signals import set_on_end
 from kuberoll_operator.watches import WATCHED, Watches
 
 DRAIN_SECONDS = 20.0
@@ -241,10 +241,4 @@ class Operator:
             self._working = False
 
     def _listen(self) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.stop.set)
-        except (NotImplementedError, RuntimeError, ValueError):
-            # Signals only reach the main thread; in another thread the caller sets `stop`.
-            return
+        set_on_end(self.stop)

@@ -276,7 +276,7 @@ def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | Non
     if (problem := sandbox_problem(job, settings)) is not None:
         return problem
     queued = queueing.queue_of(job, settings) is not None
-    if queued and (problem := quota_problem(job.spec.environments)) is not None:
+    if queued and (problem := quota_problem(job)) is not None:
         return problem
     for number, spec in served(job):
         if spec.used_services:

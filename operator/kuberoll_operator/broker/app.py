@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,6 +22,7 @@ from kuberoll_operator.health import Health, routes
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.resources import PODS
+from kuberoll_operator.signals import set_on_end
 from kuberoll_operator.watches import Watches
 
 _log = logging.getLogger(__name__)
@@ -126,10 +126,4 @@ class BrokerApp:
         await broker.run()
 
     def _listen(self) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.stop.set)
-        except (NotImplementedError, RuntimeError, ValueError):
-            # Signals only reach the main thread; in another thread the caller sets `stop`.
-            return
+        set_on_end(self.stop)

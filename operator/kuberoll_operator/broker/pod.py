@@ -20,15 +20,6 @@ from kuberoll_operator.quantities import number_of
 LEASE_ANNOTATION: Final = "kuberoll.io/lease-seconds"
 """Annotation of a sandbox's pod: it is removed when its worker has not been heard of for so long."""
 
-CAPABILITIES: Final = (
-    *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID"),
-    *("SETPCAP", "SETUID", "SYS_CHROOT"),
-)
-"""Rights of root in a sandbox: those that container engines give by default, without raw sockets and device files.
-
-Pod Security admits them at level `baseline`.
-"""
-
 RUNTIME_CONTAINER: Final = "runtime"
 """Name of the init container that brings the programs of the server inside."""
 
@@ -145,9 +136,9 @@ def build_pod(sandbox: str, request: SandboxRequest, context: PodContext, *, use
             **_name_service(request),
         },
     }
-    if getattr(options, "runtime_class_name", None) is not None:
+    if options.runtime_class_name is not None:
         template["spec"]["runtimeClassName"] = options.runtime_class_name
-    template = merge(template, getattr(options, "pod_template", None) or {})
+    template = merge(template, options.pod_template or {})
     template["spec"] = _placed(template["spec"], request.placement)
     # By these the broker finds its pods, and a network policy whom it keeps from what.
     metadata = {**template["metadata"], "labels": {**(template["metadata"].get("labels") or {}), **labels}}
@@ -190,7 +181,7 @@ def _main(request: SandboxRequest, options: Sandbox, context: PodContext) -> Obj
         "securityContext": {
             # Its server is root and becomes whom a command is for; a task's own sudo works.
             "allowPrivilegeEscalation": True,
-            "capabilities": {"add": list(CAPABILITIES), "drop": ["ALL"]},
+            "capabilities": {"add": list(sandboxes.CAPABILITIES), "drop": ["ALL"]},
             "privileged": False,
             "readOnlyRootFilesystem": request.read_only,
             "runAsGroup": 0,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kuberoll_api.sandboxes import Placement
-from kuberoll_operator.broker.pod import CAPABILITIES, build_pod, pod_name, problem
+from kuberoll_api.sandboxes import CAPABILITIES, Placement
+from kuberoll_operator.broker.pod import build_pod, pod_name, problem
 from kuberoll_operator.commands.render import to_yaml
 from kuberoll_operator.model import Object
 from tests.operator.broker.support import context, request

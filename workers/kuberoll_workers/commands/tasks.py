@@ -49,9 +49,8 @@ def check(directory: Path, images: str | None, network: str | None, allow: tuple
     from kuberoll_workers.harbor.checking import check_tasks
     from kuberoll_workers.harbor.mistakes import TaskError
     from kuberoll_workers.harbor.task import read_tasks
-    from kuberoll_workers.sandboxes.drivers import find_driver
+    from kuberoll_workers.sandboxes.drivers import find_sandboxes
     from kuberoll_workers.sandboxes.errors import SandboxUnavailable
-    from kuberoll_workers.sandboxes.leases import Sandboxes
 
     if allow and network is not None:
         raise click.UsageError("--allow names what machines may reach, and --network does, too: remove one of them")
@@ -67,7 +66,7 @@ def check(directory: Path, images: str | None, network: str | None, allow: tuple
     found: list[Checked] = []
 
     async def run() -> None:
-        sandboxes = Sandboxes(find_driver(""))
+        sandboxes = find_sandboxes("")
         try:
             await check_tasks(read, options, sandboxes, parallel=parallel, done=done)
         finally:

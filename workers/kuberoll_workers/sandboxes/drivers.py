@@ -6,6 +6,7 @@ import importlib.util
 import os
 from typing import Final
 
+from kuberoll_api.sandboxes import DRIVER_VARIABLE, PODS
 from kuberoll_workers.data.places import state_directory
 from kuberoll_workers.sandboxes.containers.driver import DockerDriver
 from kuberoll_workers.sandboxes.containers.engine import has_engine
@@ -15,7 +16,7 @@ from kuberoll_workers.sandboxes.leases import Sandboxes
 from kuberoll_workers.sandboxes.namespaces.driver import NamespaceDriver
 from kuberoll_workers.sandboxes.pods.driver import PodDriver
 
-VARIABLE: Final = "KUBEROLL_SANDBOX_DRIVER"
+VARIABLE: Final = DRIVER_VARIABLE
 """Variable that names the driver, `docker`, `namespaces` or `pods`, as in workers of a cluster; unset: Docker or Podman
 where one answers and Docker's SDK is installed."""
 
@@ -52,7 +53,7 @@ def find_driver(environment: str) -> Driver:
         return NamespaceDriver(cache=cache)
     if name == "docker":
         return DockerDriver(cache=cache)
-    if name == "pods":
+    if name == PODS:
         return PodDriver(environment=environment)
     raise SandboxUnavailable(f"{VARIABLE} is {name!r}; it must be docker, namespaces or pods")
 

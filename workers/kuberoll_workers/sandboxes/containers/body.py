@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from kuberoll_api.sandboxes import CAPABILITIES
 from kuberoll_workers.sandboxes.containers import sockets
 from kuberoll_workers.sandboxes.containers.engine import Engine
 from kuberoll_workers.sandboxes.containers.images import EngineImage
@@ -20,22 +21,6 @@ OWNER_LABEL: Final = "io.kuberoll.owner"
 """Label with the process that made the container (`owners.Owner`)."""
 EXPIRES_LABEL: Final = "io.kuberoll.expires"
 """Label with the time, in seconds since 1970, when the container has ended in any case."""
-
-CAPABILITIES: Final = (
-    "AUDIT_WRITE",
-    "CHOWN",
-    "DAC_OVERRIDE",
-    "FOWNER",
-    "FSETID",
-    "KILL",
-    "NET_BIND_SERVICE",
-    "SETFCAP",
-    "SETGID",
-    "SETPCAP",
-    "SETUID",
-    "SYS_CHROOT",
-)
-"""Rights of root in a sandbox: those that Docker gives by default, without raw sockets and device files."""
 
 # Files in memory count as the sandbox's own, and no killing frees them: together they take less than it may have, so
 # that something is left for the server.
