@@ -33,7 +33,7 @@ API_NEEDS = {
 # Dataclasses that are filled or changed after they are made; all others are values, which tasks and threads share.
 STATE = {
     "Branch", "DroppedRecord", "EngineTally", "EnvironmentSummary", "ExtendedMessage", "FailureCause", "FailureCauses",
-    "FailureRecord", "GroupResult", "GymRollout", "Message", "PaceState", "Pacer", "Partial",
+    "FailureRecord", "GroupResult", "GymRollout", "Incident", "Message", "PaceState", "Pacer", "Partial",
     "Progress", "RescoreCounts", "RescoredManifest", "RunEnd", "RunManifest", "RunResult", "RunState",
     "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord",
     "_Form", "_Offered", "_OpenGroup", "_Segment", "_Server", "_Turn",

@@ -25,7 +25,7 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     assert set(row) == {
         "task_index", "rollout_index", "task_name", "idx", "messages", "total_reward", "rewards", "stop_reason",
         "turn_count", "tokens", "timing", "metadata", "seed", "attempt", "reward_parts", "answer", "token_source",
-        "group_reward", "tools", "branches", "continuity", "group_order", "sampling",
+        "group_reward", "tools", "branches", "continuity", "group_order", "sampling", "incidents",
     }  # fmt: skip
     assert (row["task_index"], row["rollout_index"], row["task_name"]) == (3, 1, "env")
     assert (row["total_reward"], row["rewards"], row["stop_reason"], row["turn_count"]) == (1.0, [1.0], "terminated", 1)
@@ -74,6 +74,7 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path, lacking: tuple[str, 
     )
     schema, rows = without_parts(table.schema, "sampled"), table.to_pylist()
     for name in (
+        "incidents",
         "sampling",
         *(("group_order",) if "group_order" in lacking else ()),
         *(("branches", "continuity") if "branches" in lacking else ()),

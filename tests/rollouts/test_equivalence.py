@@ -67,6 +67,8 @@ def content(record: Any) -> Any:
     """A record without what a clock measured."""
     plain = msgspec.json.decode(encode_line(record))
     del plain["timing"]
+    # Whether it was interrupted.
+    plain.pop("incidents", None)
     return plain
 
 

@@ -279,7 +279,7 @@ async def test_unseeded_samples_send_no_seed(scheduling: str) -> None:
     [
         (PolicyUnavailable("down"), "infrastructure", 3),
         (PolicyRefused("token 9 is not in the vocabulary"), "data", 1),
-        (RuntimeError("bug"), "model", 1),
+        (RuntimeError("bug"), "infrastructure", 1),
     ],
 )
 async def test_failed_generation_fails_only_its_trajectory(
@@ -331,7 +331,7 @@ async def test_a_token_id_without_a_token_fails_its_trajectory_at_once(schedulin
     policy = Padded()
     (failure,) = await roll([sample()], policy=policy, scheduling=scheduling)
     # Its seed would sample the same again.
-    assert (failure.kind, failure.stage, failure.tries, policy.asked) == ("model", "generation", 1, 1)
+    assert (failure.kind, failure.stage, failure.tries, policy.asked) == ("policy", "generation", 1, 1)
     assert "spec.generation.model.tokenizer" in failure.cause
 
 
@@ -409,7 +409,7 @@ async def test_trajectory_deadline(scheduling: str) -> None:
             raise AssertionError
 
     (failure,) = await roll([sample()], policy=Stuck(), trajectory_seconds=0.05, scheduling=scheduling)
-    assert (failure.kind, failure.stage) == ("infrastructure", "trajectory")
+    assert (failure.kind, failure.stage, failure.reason) == ("operator", "trajectory", "TrajectoryDeadline")
     assert "trajectorySeconds (0.05 s)" in failure.cause
 
 
@@ -551,7 +551,9 @@ async def test_a_policy_that_changes_its_prompt_is_found_out(scheduling: str, ch
         rollout = rollout_of(made, policy=Meddling(), metrics=metrics, scheduling=scheduling)
         await run_rollout(rollout, [sample(index) for index in range(3)], sink)
     failed = [result for result in results if result.stop_reason == "failed"]
-    assert [(failure.task_index, failure.kind, failure.stage) for failure in failed] == [(1, "model", "trajectory")]
+    assert [(failure.task_index, failure.kind, failure.stage) for failure in failed] == [
+        (1, "infrastructure", "trajectory")
+    ]
     assert "context" in failed[0].cause
     assert failed[0].tries == 1
     labels = {"rolloutjob": "job", "environment": "env"}
@@ -624,7 +626,7 @@ async def test_what_the_sink_raises_stops_the_run(scheduling: str) -> None:
 async def test_an_error_of_the_policy_that_is_called_a_timeout_is_no_deadline(scheduling: str) -> None:
     policy = ScriptedPolicy(lambda request: TimeoutError("the policy's own"))
     (failure,) = await roll([sample()], policy=policy, turn_seconds=60, trajectory_seconds=60, scheduling=scheduling)
-    assert (failure.kind, failure.stage, failure.cause) == ("model", "generation", "the policy's own")
+    assert (failure.kind, failure.stage, failure.cause) == ("infrastructure", "generation", "the policy's own")
 
 
 async def test_a_cancellation_that_nobody_asked_for_fails_its_trajectory(scheduling: str) -> None:
@@ -637,7 +639,7 @@ async def test_a_cancellation_that_nobody_asked_for_fails_its_trajectory(schedul
     results = await roll([sample(index) for index in range(4)], policy=Cancelling(), scheduling=scheduling)
     assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated", "terminated"]
     assert "CancelledError" in results[1].cause
-    assert (results[1].kind, results[1].stage, results[1].tries) == ("environment", "trajectory", 1)
+    assert (results[1].kind, results[1].stage, results[1].tries) == ("infrastructure", "trajectory", 1)
 
 
 async def test_an_observation_that_cannot_be_rendered_fails_its_trajectory(scheduling: str) -> None:
@@ -652,7 +654,7 @@ async def test_an_observation_that_cannot_be_rendered_fails_its_trajectory(sched
     observations = Picky(CharacterTokenizer())
     results = await roll(samples, environments=environments, observations=observations, scheduling=scheduling)
     assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated"]
-    assert (results[1].stage, results[1].tries, results[1].turn_count) == ("trajectory", 1, 1)
+    assert (results[1].stage, results[1].tries, results[1].turn_count) == ("environment", 1, 1)
     assert "no such role" in results[1].cause
 
 

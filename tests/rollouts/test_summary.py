@@ -57,7 +57,7 @@ def failed() -> FailureRecord:
         rollout_index=0,
         task_name="env",
         idx=0,
-        kind="model",
+        kind="policy",
         stage="generation",
         cause="broken",
         tries=1,

@@ -157,11 +157,11 @@ def test_what_is_stored_of_one_that_failed_or_is_not_wanted() -> None:
     # In its third turn.
     trajectory.add_response(result("v"), "v", 0.5)
     third = Message("assistant", "v", token_array(map(ord, "v")), array("f", [-0.5]), 3, (("v1", 0, 1),), sampled=True)
-    failure = TrajectoryFailed("it broke", kind="environment", stage="environment", tries=2)
+    failure = TrajectoryFailed("it broke", reason="EnvironmentRaised", stage="environment", tries=2)
     assert trajectory.failure_record(failure) == FailureRecord(
         task_index=3, rollout_index=2, task_name="env", idx="row-3", kind="environment", stage="environment",
         cause="it broke", tries=2, attempt=0, turn_count=3, seed=7, messages=[*MESSAGES, third],
-        metadata={"left": 1},
+        metadata={"left": 1}, reason="EnvironmentRaised", tokens=5,
     )  # fmt: skip
     assert trajectory.dropped_record("oversampled") == DroppedRecord(
         task_index=3, rollout_index=2, task_name="env", idx="row-3", reason="oversampled", stop_reason=None,

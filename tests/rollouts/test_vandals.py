@@ -103,6 +103,7 @@ async def played(environment: Any) -> tuple[list[bytes], list[Any]]:
     async def sink(result: Any) -> None:
         assert isinstance(result, TrajectoryRecord), result
         result.timing = Timing([], [])
+        result.incidents = None
         lines.append(encode_line(result))
 
     async with runners({"env": environment}) as made:

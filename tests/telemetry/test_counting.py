@@ -51,7 +51,7 @@ def test_turns_and_trajectories() -> None:
         environment.record_turn(turn, waiting_seconds=0.1, generation_seconds=2.0, environment_seconds=0.3, observed=5)
     environment.record_finish(stop_reason="terminated", reward=2.0, turns=4, seconds=9.0)
     environment.record_finish(stop_reason="max_turns", reward=-0.5, turns=2, seconds=1.0)
-    environment.record_failure(kind="data", stage="generation")
+    environment.record_failure(kind="data", stage="generation", seconds=2.0, tokens=7)
     environment.set_step_timeout(30.0)
     rollouts.journal_seconds.failed()
     rollouts.flush()

@@ -376,7 +376,7 @@ async def test_one_sample_raises_its_failure() -> None:
     arguments: Any = (FakePolicy(lambda prompt, stops: bug), CharacterTokenizer(), {"env": CountingEnvironment()}, 1000)
     with pytest.raises(TrajectoryFailed, match="the policy raised TypeError: bug") as caught:
         await run_sample_multi_turn_rollout(1, state, *arguments)
-    assert (caught.value.kind, caught.value.stage, caught.value.tries) == ("model", "generation", 1)
+    assert (caught.value.kind, caught.value.stage, caught.value.tries) == ("infrastructure", "generation", 1)
     cause = caught.value.__cause__
     assert cause is not None
     assert cause.__cause__ is bug

@@ -191,7 +191,7 @@ def _encoded_state(row: Row) -> bytes:
 
 
 def _not_the_row(cause: str) -> TrajectoryFailed:
-    return TrajectoryFailed(cause, kind="data", stage="prompt", tries=1)
+    return TrajectoryFailed(cause, reason="RowChanged", stage="prompt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,12 @@ import numpy
 import orjson
 
 from kuberoll_api.model.sampling_fields import CORE
+from kuberoll_workers.data.causes import KINDS_OF_OLD, FailureKind, ReasonName
+from kuberoll_workers.data.incidents import Incident
 from kuberoll_workers.data.messages import ExtendedMessage, Message, check_authorship
 from kuberoll_workers.data.plain import NotPlain, already_plain, is_finite, plain, printable, repr_of
 from kuberoll_workers.data.stop_reasons import DropReason, StopReason
 from kuberoll_workers.data.tracebacks import Frame
-
-FailureKind = Literal["infrastructure", "environment", "data", "model"]
-"""Source of a failure: the infrastructure, the environment's code, the dataset's row, or the policy's response."""
-
 
 TokenSource = Literal["engine", "reencoded"]
 """Source of a response's ids: the engine that sampled them, or a re-encoding of the returned text."""
@@ -89,7 +87,8 @@ class TrajectoryRecord:
     prompt group among those of its shard, in the order in which they begin, in runs that a trainer holds back
     (`rollout.onPolicy`); in other runs it is None, and lines omit it. `sampling` has for each response of `messages`
     the distribution that it was sampled from (`data.sampling`), None for one from the run's, which its manifest has;
-    None, and omitted in lines, if all are from the run's.
+    None, and omitted in lines, if all are from the run's. `incidents` are what went wrong on its way; None, and omitted
+    in lines, if there are none.
     """
 
     task_index: int
@@ -115,6 +114,7 @@ class TrajectoryRecord:
     continuity: dict[str, int] | None = None
     group_order: int | None = None
     sampling: list[dict[str, Any] | None] | None = None
+    incidents: list[Incident] | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -131,6 +131,10 @@ class FailureRecord:
         group_order: As in `TrajectoryRecord`.
         frames: The last frames in the person's own files, the outermost first; None without a traceback.
         traceback: The whole traceback of an exception in code of an environment.
+        reason: Why, a name in `data.causes.REASONS`, which decides its kind; None in records of older versions.
+        evidence: What shows it, as `Evidence.as_json`; None: nothing more than the cause.
+        seconds, tokens: What was thrown away with it: time since it began here, and generated tokens; None: unknown.
+        incidents: What went wrong before; None: nothing.
     """
 
     task_index: int
@@ -150,6 +154,11 @@ class FailureRecord:
     row: str | None = None
     frames: list[Frame] | None = None
     traceback: str | None = None
+    reason: ReasonName | None = None
+    evidence: dict[str, Any] | None = None
+    seconds: float | None = None
+    tokens: int | None = None
+    incidents: list[Incident] | None = None
     group_order: int | None = None
 
     @property
@@ -165,6 +174,7 @@ class DroppedRecord:
         stop_reason: How it ended; None if it was stopped before its end.
         turn_count, rewards, total_reward, tokens, messages, metadata: Values of its complete turns.
         group_reward: As in `TrajectoryRecord`, if its group was filtered out.
+        incidents: What went wrong on its way; None: nothing.
         group_order: As in `TrajectoryRecord`.
     """
 
@@ -183,6 +193,7 @@ class DroppedRecord:
     seed: int | None
     attempt: int
     group_reward: float | None = None
+    incidents: list[Incident] | None = None
     group_order: int | None = None
 
     @property
@@ -207,6 +218,7 @@ class TurnRecord:
         token_source: Source of the response's ids; omitted in stored lines if it is `engine`, without `tools`.
         tools: Tools that the environment's `reset` declared, on the first turn; omitted in stored lines if it declared
             none.
+        incidents: What went wrong since the turn before; omitted in stored lines if nothing did.
     """
 
     task_index: int
@@ -227,6 +239,7 @@ class TurnRecord:
     prompt_messages: list[dict[str, str]] | None = None
     token_source: TokenSource = "engine"
     tools: list[dict[str, Any]] | None = None
+    incidents: list[Incident] | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -283,6 +296,7 @@ def _arrays(value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be stored in a trajectory")
 
 
+_INCIDENTS = b',"incidents":'
 _SAMPLING = b',"sampling":'
 _NO_SAMPLING = b',"sampling":null}\n'
 _NO_ORDER = b',"group_order":null}\n'
@@ -303,6 +317,15 @@ def encode_line(record: AnyRecord) -> bytes:
         line = orjson.dumps(record, default=_arrays, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
     except (ValueError, TypeError) as error:
         raise Unstorable(f"trajectory {tuple(record.key)}: {error}") from error
+    if not isinstance(record, TrajectoryRecord | TurnRecord):
+        return _usual_omitted(record, line)
+    # The last field; its values have fixed names, and quotes in texts have backslashes.
+    line, _, incidents = line.rpartition(_INCIDENTS)
+    line = _usual_omitted(record, line + b"}\n")
+    return line if record.incidents is None else line.removesuffix(b"}\n") + _INCIDENTS + incidents
+
+
+def _usual_omitted(record: AnyRecord, line: bytes) -> bytes:
     # orjson writes every field; these are the last, and their usual values are omitted.
     if isinstance(record, TurnRecord):
         return _without_defaults(record, line)
@@ -412,6 +435,8 @@ def failure_to_store(record: TrajectoryRecord | FailureRecord | DroppedRecord, e
         row=record.row if isinstance(record, FailureRecord) else None,
         frames=record.frames if isinstance(record, FailureRecord) else None,
         traceback=record.traceback if isinstance(record, FailureRecord) else None,
+        reason=record.reason if isinstance(record, FailureRecord) else "EnvironmentInvalid",
+        incidents=record.incidents,
         group_order=record.group_order,
         messages=[
             replace(
@@ -444,7 +469,11 @@ def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
     """
     try:
         record = msgspec.json.decode(line, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except msgspec.ValidationError as error:
+        if (older := _of_older(line, kind)) is None:
+            raise RecordError(f"{where}: not a {kind.__name__}: {error}") from error
+        record = older
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordError(f"{where}: not a {kind.__name__}: {error}") from error
     for name, index in record.key._asdict().items():
         if not -_INDEXES <= index < _INDEXES:
@@ -460,6 +489,18 @@ def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
         if isinstance(record, TrajectoryRecord) and record.branches:
             _extend_branches(record.branches, line)
     return record
+
+
+def _of_older(line: bytes, kind: type[_Record]) -> _Record | None:
+    """The record of a line whose kind of failure has another name now; None: it is none."""
+    if kind is not FailureRecord:
+        return None
+    found = msgspec.json.decode(line)
+    if not (isinstance(found, dict) and found.get("kind") in KINDS_OF_OLD):
+        return None
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert({**found, "kind": KINDS_OF_OLD[found["kind"]]}, type=kind)
+    return None
 
 
 _SAMPLED = b'"sampled":'

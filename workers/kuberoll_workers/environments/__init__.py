@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         GroupMember,
         GroupScore,
         ScoringCase,
+        Unavailable,
         UnusableRow,
     )
     from kuberoll_workers.environments.registry import BUILT_INS, LIBRARIES, UnusableEnvironment, create, resolve
@@ -38,6 +39,7 @@ __all__ = [
     "ServedModel",
     "ToolEnvironment",
     "ToolError",
+    "Unavailable",
     "UnusableEnvironment",
     "UnusableRow",
     "create",

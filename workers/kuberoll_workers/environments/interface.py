@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, Literal, Self
 
 from typing_extensions import TypeVar
 
+from kuberoll_workers.data.causes import NO_EVIDENCE, Evidence, ReasonName
 from kuberoll_workers.data.stop_reasons import DropReason, StopReason
 from kuberoll_workers.data.tools import Tool
 
@@ -45,6 +46,23 @@ class UnusableRow(ValueError):
 
     The trajectory fails permanently at once, as a failure of the data: neither a retry nor another policy would help.
     """
+
+
+class Unavailable(Exception):
+    """What the environment depends on is out of reach: a service, a machine, a disk; raise it, or a class of it.
+
+    It is nobody's reward: the step is tried again, and the trajectory's failure is one of the infrastructure.
+
+    Attributes:
+        reason: Its reason (`data.causes`).
+        evidence: What shows it.
+    """
+
+    reason: ClassVar[ReasonName] = "DependencyUnavailable"
+
+    def __init__(self, message: str = "", *, evidence: Evidence = NO_EVIDENCE) -> None:
+        super().__init__(message)
+        self.evidence = evidence
 
 
 class _Absent:

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 import orjson
 
+from kuberoll_workers.data.causes import NO_EVIDENCE, REASONS, Cause, Evidence
 from kuberoll_workers.data.plain import NotPlain, parse
 from kuberoll_workers.data.tracebacks import Traceback
 from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, StepBatch, StepItem
@@ -99,11 +100,17 @@ class CreateAnswer(msgspec.Struct):
 
 
 class Fault(msgspec.Struct, omit_defaults=True):
-    """Failure of an environment."""
+    """Failure of an environment.
+
+    Attributes:
+        reason: Why (`data.causes`); None, or one that is not known here: what its kind says.
+    """
 
     kind: FaultKind
     text: str
     traceback: Traceback | None = None
+    reason: str | None = None
+    evidence: Evidence | None = None
 
 
 class Step(msgspec.Struct, omit_defaults=True):
@@ -397,7 +404,8 @@ def decode_metrics(data: bytes) -> bytes:
 def fault_message(fault: EnvironmentFault) -> Fault:
     """The message of a fault."""
     kind: FaultKind = next((kind for kind, known in _FAULTS.items() if isinstance(fault, known)), "raised")
-    return Fault(kind, str(fault), fault.traceback)
+    cause = fault.cause
+    return Fault(kind, str(fault), fault.traceback, cause.reason, cause.evidence or None)
 
 
 def decode_fault(data: bytes) -> EnvironmentFault:
@@ -428,7 +436,7 @@ def wrap_answer(answer: bytes) -> bytes:
 def wrap_fault(fault: EnvironmentFault) -> bytes:
     """A fault as the end of a call over a channel."""
     # Only who waits for a process says that it is late.
-    raised = StepRaised(str(fault), fault.traceback) if isinstance(fault, StepTimedOut) else fault
+    raised = StepRaised(str(fault), fault.traceback, cause=fault.cause) if isinstance(fault, StepTimedOut) else fault
     return b"-" + encode(fault_message(raised))
 
 
@@ -485,7 +493,10 @@ def raw(text: bytes) -> msgspec.Raw:
 
 def _fault(message: Fault) -> EnvironmentFault:
     traceback = message.traceback
-    return _FAULTS[message.kind](message.text, None if traceback is None else traceback.bounded())
+    cause = None
+    if message.reason is not None and message.reason in REASONS:
+        cause = Cause(message.reason, (message.evidence or NO_EVIDENCE).bounded())
+    return _FAULTS[message.kind](message.text, None if traceback is None else traceback.bounded(), cause=cause)
 
 
 def _check_count(answered: Sequence[Any], batch: AnyBatch) -> None:

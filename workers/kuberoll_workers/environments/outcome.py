@@ -6,13 +6,15 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+from kuberoll_workers.data.causes import Cause, ReasonName
 from kuberoll_workers.data.messages import ANSWER_FIELDS
 from kuberoll_workers.data.plain import NotPlain, message_of, plain, printable, repr_of, unicode_text
 from kuberoll_workers.data.tool_calls import in_order_of_calls
 from kuberoll_workers.data.tools import InvalidTools, Tool, checked_tools
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
+from kuberoll_workers.environments.exception_causes import cause_of
 from kuberoll_workers.environments.interface import ChatMessage, EpisodeStart, GroupScore, Metadata, UnusableRow
 
 MAX_TEXT = 1 << 20
@@ -46,11 +48,16 @@ class EnvironmentFault(Exception):
     Attributes:
         traceback: Of the exception that the environment's code raised, or the stack of a call that is stuck; None if
             there is none.
+        cause: Whose doing it is, and what shows that.
     """
 
-    def __init__(self, message: str, traceback: Traceback | None = None) -> None:
+    reason: ClassVar[ReasonName] = "EnvironmentRaised"
+    """Its reason, where nothing else is known."""
+
+    def __init__(self, message: str, traceback: Traceback | None = None, *, cause: Cause | None = None) -> None:
         super().__init__(printable(message))
         self.traceback = traceback
+        self.cause = Cause(self.reason) if cause is None else cause
 
 
 class StepRaised(EnvironmentFault):
@@ -60,17 +67,25 @@ class StepRaised(EnvironmentFault):
 class StepTimedOut(EnvironmentFault):
     """The environment's `step` exceeded its time limit."""
 
+    reason = "EnvironmentSilent"
+
 
 class EpisodeLost(EnvironmentFault):
     """The instance of the environment does not know the episode: the one that reset it is gone."""
+
+    reason = "EpisodeLost"
 
 
 class StepInvalid(EnvironmentFault):
     """The environment's `step` did not return a valid EnvironmentReturn for its inputs."""
 
+    reason = "EnvironmentInvalid"
+
 
 class RowFault(EnvironmentFault):
     """The environment reported an unusable dataset row (`UnusableRow`); a retry would not help."""
+
+    reason = "RowUnusable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,12 +296,16 @@ def check_outcome(outcome: StepOutcome) -> None:
 def fault_of(error: BaseException, method: str = "step") -> EnvironmentFault:
     """The fault for an exception of a method of an environment, of whatever class."""
     if isinstance(error, EnvironmentFault):
+        if error.cause == Cause(StepRaised.reason) and error.__cause__ is not None:
+            error.cause = cause_of(error.__cause__)
         return error
     if isinstance(error, NotPlain):
         return StepInvalid(str(error))
     if isinstance(error, UnusableRow):
         return RowFault(message_of(error))
-    return StepRaised(f"{method} raised {type(error).__name__}: {message_of(error)}", traceback_of(error))
+    return StepRaised(
+        f"{method} raised {type(error).__name__}: {message_of(error)}", traceback_of(error), cause=cause_of(error)
+    )
 
 
 def timeout_message(timeout: float, method: str = "step") -> str:

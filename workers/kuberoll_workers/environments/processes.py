@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
 from kuberoll_api.model.environments import AGENT_TYPE
+from kuberoll_workers.data.causes import Cause, Evidence, cause_of_exit, error_name, evidence_of_exit
 from kuberoll_workers.data.tracebacks import parse_stack
 from kuberoll_workers.environments import landlock, messages, mounts, process_access
 from kuberoll_workers.environments.batches import Batch, CloseBatch
@@ -73,7 +74,7 @@ class ProcessExecutor:
         self._repeats = spec.type != AGENT_TYPE
         self._slots = asyncio.Semaphore(processes + spare)
         self._idle: list[_Process] = []
-        self._ending: set[asyncio.Task[str]] = set()
+        self._ending: set[asyncio.Task[ProcessEnd]] = set()
         self._hooks: Hooks | None = None
 
     async def hooks(self) -> Hooks:
@@ -162,7 +163,8 @@ class ProcessExecutor:
             raise _ProcessLost(f"the environment's process violates its protocol: {error}") from error
         except (EOFError, OSError) as error:
             end = await self._end(process)
-            raise _ProcessLost(f"the environment's process {end}") from error
+            words = f"the environment's process {end.words}"
+            raise _ProcessLost(words, StepRaised(words, cause=cause_of_exit(end.code))) from error
         finally:
             # In all other cases a step is still running in it, or it cannot be trusted.
             if whole and process.channel.sound:
@@ -206,14 +208,17 @@ class ProcessExecutor:
             )
             raise
         except OSError as error:
-            raise StepRaised(f"the environment's process could not be started: {error}") from error
+            raise StepRaised(
+                f"the environment's process could not be started: {error}",
+                cause=Cause("NotStarted", Evidence(error=error_name(error.errno))),
+            ) from error
         process.on_fault = lambda: self._discard(process)
         try:
             async with asyncio.timeout(START_SECONDS):
                 self._hooks = await process.start(self._spec, self._access)
         except EnvironmentFault as fault:
             self._end(process)
-            raise StepRaised(str(fault), fault.traceback) from fault
+            raise StepRaised(str(fault), fault.traceback, cause=fault.cause) from fault
         except TimeoutError as error:
             self._end(process)
             raise StepTimedOut(
@@ -222,7 +227,8 @@ class ProcessExecutor:
         except (EOFError, OSError, messages.InvalidMessage) as error:
             end = await self._end(process)
             raise StepRaised(
-                f"environment {self._spec.name!r}: its process {end} while the environment was being created"
+                f"environment {self._spec.name!r}: its process {end.words} while the environment was being created",
+                cause=cause_of_exit(end.code),
             ) from error
         except BaseException:
             self._end(process)
@@ -235,13 +241,25 @@ class ProcessExecutor:
             self._idle.remove(process)
             self._end(process)
 
-    def _end(self, process: _Process) -> asyncio.Task[str]:
+    def _end(self, process: _Process) -> asyncio.Task[ProcessEnd]:
         """End a process, once; the task's result describes how it ended."""
         if process.ending is None:
             process.ending = asyncio.create_task(process.end())
             self._ending.add(process.ending)
             process.ending.add_done_callback(self._ending.discard)
         return process.ending
+
+
+class ProcessEnd(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        code: As `subprocess` gives it.
+        words: A predicate, for people.
+    """
+
+    code: int
+    words: str
 
 
 class _ProcessLost(Exception):
@@ -264,7 +282,7 @@ class _Process:
     """
 
     def __init__(self, files: ProcessAccess) -> None:
-        self.ending: asyncio.Task[str] | None = None
+        self.ending: asyncio.Task[ProcessEnd] | None = None
         self.calls = 0
         self.on_fault: Callable[[], None] | None = None
         self._scratch = tempfile.mkdtemp(prefix="kuberoll-environment-")
@@ -338,19 +356,19 @@ class _Process:
         """A call without an event loop, for a process that was not started with one."""
         return self.channel.ask_now(message, seconds=START_SECONDS)
 
-    def end_now(self) -> str:
+    def end_now(self) -> ProcessEnd:
         """`end` without an event loop."""
         os.close(self._control)
         self.channel.close()
         return self._wait()
 
-    async def end(self) -> str:
-        """End the process and all that it started; returns how it ended, as a predicate."""
+    async def end(self) -> ProcessEnd:
+        """End the process and all that it started; returns how it ended."""
         os.close(self._control)
         self.channel.close()
         return await asyncio.to_thread(self._wait)
 
-    def _wait(self) -> str:
+    def _wait(self) -> ProcessEnd:
         try:
             code = self._keeper.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -359,10 +377,9 @@ class _Process:
         os.close(self._stack)
         shutil.rmtree(self._scratch, ignore_errors=True)
         if code >= 0:
-            return f"ended with exit code {code}"
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+            return ProcessEnd(code, f"ended with exit code {code}")
         hint = ": killed from outside, or for memory" if -code == signal.SIGKILL else ""
-        return f"was ended by signal {name}{hint}"
+        return ProcessEnd(code, f"was ended by signal {evidence_of_exit(code).signal}{hint}")
 
 
 class ProcessEnvironment(EnvironmentInterface):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from kuberoll_api.model.agents import Agent as AgentOptions
 from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
+from kuberoll_workers.data.causes import Cause
 from kuberoll_workers.environments.agents.functions import FunctionPhases
 from kuberoll_workers.environments.agents.request import AgentRequest
 from kuberoll_workers.environments.interface import (
@@ -121,7 +122,7 @@ class SandboxAgents(EnvironmentInterface):
         except SandboxLost as error:
             # Not the agent's doing, nor the policy's: it plays again, in another sandbox.
             self._lost[request.id] += 1
-            raise EpisodeLost(str(error)) from error
+            raise EpisodeLost(str(error), cause=Cause(error.reason, error.evidence)) from error
         state = {**state_of(result), "sandboxes_lost": self._lost.pop(request.id, 0)}
         return result, {**request.metadata, "result": state}
 

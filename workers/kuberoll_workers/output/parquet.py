@@ -8,8 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgspec
 import orjson
 
+from kuberoll_workers.data.incidents import Incident
 from kuberoll_workers.data.messages import (
     LOGPROB_TYPE,
     ExtendedMessage,
@@ -34,9 +36,11 @@ if TYPE_CHECKING:
 
 _ROWS = 512
 _GROUP_TOKENS = 1 << 20
-_NAMED = {"idx", "metadata", "tools", "branches", "continuity", "sampling"}
+_NAMED = {"idx", "metadata", "tools", "branches", "continuity", "sampling", "incidents"}
 """Columns with arbitrary JSON values, stored as JSON text."""
-_NULLABLE = {"seed", "answer", "group_reward", "tools", "branches", "continuity", "group_order", "sampling"}
+_NULLABLE = {
+    *("seed", "answer", "group_reward", "tools", "branches", "continuity", "group_order", "sampling", "incidents"),
+}
 _TIMES = ("generation_seconds", "environment_seconds", "ended_at")
 
 
@@ -44,8 +48,8 @@ _TIMES = ("generation_seconds", "environment_seconds", "ended_at")
 def schema() -> pyarrow.Schema:
     """Columns of a file; `reward_parts` is a list of names and values by turn.
 
-    `idx`, `metadata`, `tools`, `branches`, `continuity`, `sampling` and a message's `fields` are JSON texts, all but
-    the first two null where there are none.
+    `idx`, `metadata`, `tools`, `branches`, `continuity`, `sampling`, `incidents` and a message's `fields` are JSON
+    texts, all but the first two null where there are none.
     """
     import pyarrow as pa
 
@@ -92,6 +96,7 @@ def schema() -> pyarrow.Schema:
             ("continuity", pa.string()),
             ("group_order", pa.int64()),
             ("sampling", pa.string()),
+            ("incidents", pa.string()),
         ]
     )
 
@@ -101,7 +106,8 @@ def _known_schemas() -> list[pyarrow.Schema]:
     """The schema, and those of earlier versions, for whose missing columns the record has defaults."""
     import pyarrow as pa
 
-    without_sampling = schema().remove(len(schema()) - 1)
+    without_incidents = schema().remove(len(schema()) - 1)
+    without_sampling = without_incidents.remove(len(without_incidents) - 1)
     place = schema().get_field_index("messages")
     parts = list(schema().field(place).type.value_type)
     without_authors = without_sampling.set(place, pa.field("messages", pa.list_(pa.struct(parts[:-1]))))
@@ -115,6 +121,7 @@ def _known_schemas() -> list[pyarrow.Schema]:
     without_ends = without_groups.set(place, pa.field("timing", times))
     return [
         schema(),
+        without_incidents,
         without_sampling,
         without_authors,
         without_order,
@@ -250,6 +257,7 @@ def _row(record: TrajectoryRecord) -> dict[str, Any]:
         "branches": None if record.branches is None else encode_branches(record.branches).decode(),
         "continuity": None if record.continuity is None else orjson.dumps(record.continuity).decode(),
         "sampling": None if record.sampling is None else orjson.dumps(record.sampling).decode(),
+        "incidents": None if record.incidents is None else orjson.dumps(record.incidents).decode(),
         "messages": [_message_row(message) for message in record.messages],
         "tokens": {name: getattr(record.tokens, name) for name in ("prompt", "generated", "environment")},
         "timing": {name: getattr(record.timing, name) for name in _TIMES},
@@ -289,12 +297,17 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
             "branches": None if row.get("branches") is None else decode_branches(row["branches"]),
             "continuity": None if row.get("continuity") is None else orjson.loads(row["continuity"]),
             "sampling": None if row.get("sampling") is None else orjson.loads(row["sampling"]),
+            "incidents": None if row.get("incidents") is None else _incidents(row["incidents"]),
             "messages": messages,
             "tokens": TokenCounts(**row["tokens"]),
             "timing": Timing(**row["timing"]),
             "reward_parts": {part["name"]: part["values"] for part in row["reward_parts"]},
         }
     )
+
+
+def _incidents(text: str) -> list[Incident]:
+    return msgspec.json.decode(text, type=list[Incident])
 
 
 def _message(row: dict[str, Any]) -> Message:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kuberoll_workers.data.causes import REASONS
 from kuberoll_workers.data.record import (
     DroppedRecord,
     FailureRecord,
@@ -26,12 +27,15 @@ _ELSEWHERE = "the line belongs to another run; move the file away and resume, or
 
 
 def resumes_from_turns(failure: FailureRecord) -> bool:
-    """True if a retry of a failed trajectory continues after its last complete turn.
+    """True if a retry of a failed trajectory continues after its last complete turn (`Reason.keeps_turns`).
 
-    If the infrastructure or another sample of its group failed, its turns are valid. A failure of an environment, a row
-    or a response may have been caused by an earlier turn, so the trajectory starts over.
+    If another sample of its group failed, its turns are valid.
     """
-    return failure.kind == "infrastructure" or failure.stage == "group"
+    if failure.stage == "group":
+        return True
+    if failure.reason in REASONS:
+        return REASONS[failure.reason].keeps_turns
+    return failure.kind == "infrastructure"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,7 +42,7 @@ class SessionPlayer(AgentPlayer):
         policy = self.parts.policy
         if not isinstance(policy, AgentPolicy):
             raise TrajectoryFailed(
-                "agents need a policy with sessions, which this one has not", kind="data", stage="generation", tries=1
+                "agents need a policy with sessions, which this one has not", reason="JobRefused", stage="generation"
             )
         sample = flight.sample
         environment = self.parts.environments[sample.prompt.task_name]

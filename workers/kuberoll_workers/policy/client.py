@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import aiohttp
 import msgspec
 
+from kuberoll_workers.data.causes import NO_EVIDENCE, Evidence, error_name
 from kuberoll_workers.network.connections import tcp_connector
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.agent_sessions import AgentSession, ClosedSession, SessionSettings
@@ -22,6 +23,7 @@ from kuberoll_workers.policy.interface import (
     GenerationResult,
     PolicyRefused,
     PolicyUnavailable,
+    Silent,
 )
 from kuberoll_workers.policy.readiness import wait_until_ready
 
@@ -39,8 +41,10 @@ class Overloaded(PolicyUnavailable):
         retry_after: Seconds after which to retry; None if the response does not say.
     """
 
-    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        super().__init__(message)
+    reason = "PolicyOverloaded"
+
+    def __init__(self, message: str, *, retry_after: float | None = None, evidence: Evidence = NO_EVIDENCE) -> None:
+        super().__init__(message, evidence=evidence)
         self.retry_after = retry_after
 
 
@@ -51,17 +55,23 @@ class SessionsFull(PolicyUnavailable):
         retry_after: Seconds after which to retry; None if the response does not say.
     """
 
-    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        super().__init__(message)
+    reason = "PolicyOverloaded"
+
+    def __init__(self, message: str, *, retry_after: float | None = None, evidence: Evidence = NO_EVIDENCE) -> None:
+        super().__init__(message, evidence=evidence)
         self.retry_after = retry_after
 
 
 class Unreachable(PolicyUnavailable):
     """The endpoint could not be connected to; nothing was sent."""
 
+    reason = "PolicyUnreachable"
 
-class Silent(PolicyUnavailable):
-    """The endpoint did not answer in time; what became of the request is unknown."""
+
+class Broken(PolicyUnavailable):
+    """The connection to the endpoint broke; what became of the request is unknown."""
+
+    reason = "PolicyUnreachable"
 
 
 class OtherModel(Unreachable):
@@ -274,9 +284,9 @@ def connection_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise Unreachable(f"{url}: {_reason(error)}") from error
+        raise Unreachable(f"{url}: {_reason(error)}", evidence=_evidence(error)) from error
     except (aiohttp.ClientError, OSError) as error:
-        raise PolicyUnavailable(f"{url}: {_reason(error)}") from error
+        raise Broken(f"{url}: {_reason(error)}", evidence=_evidence(error)) from error
 
 
 def _reason(error: Exception) -> str:
@@ -285,6 +295,11 @@ def _reason(error: Exception) -> str:
         # The system's words alone: "connection refused". The address is known.
         return os.strerror(cause.errno).lower()
     return f"{type(error).__name__}: {error}"
+
+
+def _evidence(error: Exception) -> Evidence:
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return Evidence(error=error_name(cause.errno)) if isinstance(cause, OSError) else NO_EVIDENCE
 
 
 class _Replica(msgspec.Struct):
@@ -317,13 +332,13 @@ def _refusal(url: str, answer: _Answer) -> PolicyRefused | PolicyUnavailable:
     except (msgspec.DecodeError, KeyError, TypeError):
         message, ours = body.decode(errors="replace").strip(), False
     text = f"{url} answered {status}: {message[:_MESSAGE_CHARACTERS]}"
+    evidence = Evidence(http_status=status)
     # Errors of the engine have our format; those of a proxy without a replica, or of a full queue, do not.
     if status == 429 or (status == 503 and not ours):
-        return Overloaded(text, retry_after=_seconds(answer.headers.get("retry-after")))
+        return Overloaded(text, retry_after=_seconds(answer.headers.get("retry-after")), evidence=evidence)
     # Serve has no route while the application is being redeployed.
-    if status in (408, 429) or (status == 404 and not ours):
-        return PolicyUnavailable(text)
-    return PolicyRefused(text) if 400 <= status < 500 else PolicyUnavailable(text)
+    refused = 400 <= status < 500 and status != 408 and (status != 404 or ours)
+    return PolicyRefused(text, evidence=evidence) if refused else PolicyUnavailable(text, evidence=evidence)
 
 
 def _seconds(value: str | None) -> float | None:

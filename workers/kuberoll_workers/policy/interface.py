@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
 
 from kuberoll_api.model.sampling_fields import SAMPLING_FIELDS
+from kuberoll_workers.data.causes import NO_EVIDENCE, Cause, Evidence, ReasonName
 from kuberoll_workers.data.tool_calls import ToolCalls
 from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.policy.forms import MAX_CHOICE, MAX_CHOICES, MAX_TEXT
@@ -172,20 +173,61 @@ class EngineInfo:
     commit: str | None = None
 
 
+_CREDENTIALS_REFUSED = (401, 403)
+
+
 class PolicyError(Exception):
-    """A generation request failed."""
+    """A generation request failed.
+
+    Attributes:
+        reason: Why (`data.causes`).
+        evidence: What shows it.
+    """
+
+    reason: ClassVar[ReasonName] = "PolicyFailed"
+
+    def __init__(self, message: str = "", *, evidence: Evidence = NO_EVIDENCE) -> None:
+        super().__init__(message)
+        self.evidence = evidence
+
+    @property
+    def cause(self) -> Cause:
+        """Why it failed, and what shows it."""
+        return Cause(self.reason, self.evidence)
 
 
 class PolicyUnavailable(PolicyError):
     """The endpoint is at fault (down, overloaded, broken): a retry may succeed."""
 
 
+class InvalidAnswer(PolicyUnavailable):
+    """The endpoint answered, and not what was asked for."""
+
+    reason = "InvalidAnswer"
+
+
+class Silent(PolicyUnavailable):
+    """The endpoint did not answer in time; what became of the request is unknown."""
+
+    reason = "PolicySilent"
+
+
 class PolicyRefused(PolicyError):
     """The request is at fault: a retry would be refused, too."""
+
+    reason = "RequestRefused"
+
+    @property
+    def cause(self) -> Cause:
+        """See `PolicyError.cause`."""
+        refused = self.evidence.http_status in _CREDENTIALS_REFUSED
+        return Cause("AccessRefused" if refused else self.reason, self.evidence)
 
 
 class UnknownTokens(PolicyError):
     """The model has sampled ids that are no tokens: a retry with the same seed would, too."""
+
+    reason = "UnknownTokens"
 
 
 class FatalRequest(PolicyRefused):

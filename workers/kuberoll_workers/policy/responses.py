@@ -10,6 +10,7 @@ import numpy
 
 from kuberoll_workers.policy.interface import (
     GenerationResult,
+    InvalidAnswer,
     PolicyError,
     PolicyRefused,
     PolicyUnavailable,
@@ -30,11 +31,11 @@ def check_response(result: GenerationResult, *, max_tokens: int | None, vocabula
     """
     ids, logprobs = len(result.token_ids), len(result.logprobs)
     if ids != logprobs and (logprobs or max_tokens is not None):
-        raise PolicyUnavailable(f"the response has {ids} token ids but {logprobs} logprobs")
+        raise InvalidAnswer(f"the response has {ids} token ids but {logprobs} logprobs")
     if not isfinite(sum(result.logprobs)):
-        raise PolicyUnavailable("the response has a log-probability that is not a finite number")
+        raise InvalidAnswer("the response has a log-probability that is not a finite number")
     if max_tokens is not None and ids > max_tokens:
-        raise PolicyUnavailable(f"the response has {ids} tokens, more than the {max_tokens} that were requested")
+        raise InvalidAnswer(f"the response has {ids} tokens, more than the {max_tokens} that were requested")
     if result.finish_reason == "abort":
         raise PolicyUnavailable("the engine aborted the request")
     check_ids(result.token_ids, vocabulary)
@@ -92,4 +93,4 @@ def unusable(logprobs: Iterable[float], *, structured: bool) -> PolicyError | No
         return None
     if structured:
         return PolicyRefused("the request's structured outputs allow no token at some place of the response")
-    return PolicyUnavailable("the engine returned a log-probability that is not a finite number")
+    return InvalidAnswer("the engine returned a log-probability that is not a finite number")

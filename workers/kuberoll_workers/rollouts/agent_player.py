@@ -57,6 +57,16 @@ class AgentPlayer(ABC):
             TrajectoryFailed: After the last attempt.
         """
 
+        seen = flight.trajectory
+
+        def thrown_away() -> int:
+            nonlocal seen
+            if (last := flight.trajectory) is seen:
+                # The attempt has left none.
+                return 0
+            seen = last
+            return last.generated_tokens
+
         async def attempt(tries: int) -> None:
             while True:
                 try:
@@ -66,10 +76,11 @@ class AgentPlayer(ABC):
                     if flight.losses > MAX_RECOVERIES:
                         raise lost.cause from lost
                     flight.metrics.record_recovery("restart")
+                    flight.note_restart(lost.cause.cause, str(lost), stage="environment")
                 else:
                     return
 
-        await self.parts.attempts.make(flight, "environment", attempt)
+        await self.parts.attempts.make(flight, "environment", attempt, tokens=thrown_away)
         flight.trajectory.check_tokens()
 
     def take(self, flight: InFlight, trajectory: Trajectory) -> None:

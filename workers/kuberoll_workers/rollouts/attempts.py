@@ -7,7 +7,15 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of, is_retryable
+from kuberoll_workers.data.plain import message_of
+from kuberoll_workers.rollouts.failures import (
+    Stage,
+    TrajectoryFailed,
+    backoff,
+    cause_of_error,
+    failure_of,
+    is_retryable,
+)
 from kuberoll_workers.rollouts.in_flight import InFlight
 from kuberoll_workers.rollouts.settings import RolloutSettings
 
@@ -33,11 +41,19 @@ class Attempts:
         retries = self._retries
         return retries.generation_attempts if stage == "generation" else retries.environment_attempts
 
-    async def make(self, flight: InFlight, stage: Stage, operation: Callable[[int], Awaitable[_Result]]) -> _Result:
+    async def make(
+        self,
+        flight: InFlight,
+        stage: Stage,
+        operation: Callable[[int], Awaitable[_Result]],
+        *,
+        tokens: Callable[[], int] = lambda: 0,
+    ) -> _Result:
         """Make attempts of an operation until one succeeds.
 
         Args:
             operation: Given the number of attempts that failed before.
+            tokens: How many generated tokens the attempt that has just failed throws away.
 
         Raises:
             StartOver: An attempt raised it.
@@ -45,7 +61,9 @@ class Attempts:
         """
         retries = self._retries
         tries = 0
+        now = asyncio.get_running_loop().time
         while True:
+            began = now()
             try:
                 return await operation(tries)
             except (StartOver, TrajectoryFailed):
@@ -54,10 +72,19 @@ class Attempts:
                 tries += 1
                 if tries >= self.most(stage) or not is_retryable(error):
                     raise failure_of(error, stage=stage, tries=tries) from error
+                pause = backoff(
+                    tries, base=retries.backoff_seconds, longest=retries.max_backoff_seconds, draw=self._draw
+                )
+                flight.note_incident(
+                    cause_of_error(error),
+                    message_of(error),
+                    stage=stage,
+                    sequel="tried again",
+                    seconds=now() - began + pause,
+                    tokens=tokens(),
+                )
             flight.metrics.record_retry(stage)
-            await asyncio.sleep(
-                backoff(tries, base=retries.backoff_seconds, longest=retries.max_backoff_seconds, draw=self._draw)
-            )
+            await asyncio.sleep(pause)
 
     def within_turn(
         self, stage: Stage, used: float, operation: Coroutine[Any, Any, _Result]
@@ -83,4 +110,4 @@ async def _limited(stage: Stage, used: float, limit: float, operation: Coroutine
         if not timeout.expired():
             raise
         cause = f"the turn took longer than rollout.timeouts.turnSeconds ({limit:g} s)"
-        raise TrajectoryFailed(cause, kind="infrastructure", stage=stage, tries=1) from error
+        raise TrajectoryFailed(cause, reason="TurnDeadline", stage=stage) from error

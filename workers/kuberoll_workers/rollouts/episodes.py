@@ -186,10 +186,10 @@ class Episodes:
         try:
             return extended(prompt, self._tokenizer, messages=messages, tools=tools)
         except TemplateRefused as error:
-            raise TrajectoryFailed(str(error), kind="environment", stage="prompt", tries=1) from error
+            raise TrajectoryFailed(str(error), reason="MessagesRefused", stage="prompt") from error
         except Exception as error:
             cause = f"the model's chat template rejects the messages of the environment's reset: {error}"
-            raise TrajectoryFailed(cause, kind="environment", stage="prompt", tries=1) from error
+            raise TrajectoryFailed(cause, reason="MessagesRefused", stage="prompt") from error
 
     async def _replay(self, flight: InFlight, start: EpisodeStart) -> None:
         """Step a new episode with the responses so far.
@@ -229,9 +229,8 @@ def _not_repeatable(difference: str) -> TrajectoryFailed:
     return TrajectoryFailed(
         f'the lost episode could not be replayed: {difference}. recovery = "replay" needs an environment that answers '
         'the same seed and responses with the same observations and rewards; recovery = "restart" does not',
-        kind="environment",
+        reason="NotRepeatable",
         stage="environment",
-        tries=1,
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from typing import Literal
 
+from kuberoll_workers.data.causes import Cause, FailureKind, ReasonName
 from kuberoll_workers.data.plain import message_of, printable
-from kuberoll_workers.data.record import FailureKind
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
+from kuberoll_workers.environments.exception_causes import cause_of
 from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault
-from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable, UnknownTokens
+from kuberoll_workers.policy.interface import PolicyError, PolicyUnavailable
 
 Stage = Literal["prompt", "generation", "environment", "trajectory", "group"]
 """The part of the loop that failed.
@@ -22,38 +23,50 @@ class TrajectoryFailed(Exception):
     """A trajectory failed permanently; the message has bounded length and is valid Unicode.
 
     Attributes:
-        kind: The part at fault.
+        cause: Why, and what shows it.
         stage: The stage that failed.
         tries: Number of attempts.
         traceback: Of an exception in an environment's code, or of an unexpected one.
     """
 
     def __init__(
-        self, cause: str, *, kind: FailureKind, stage: Stage, tries: int, traceback: Traceback | None = None
+        self,
+        text: str,
+        *,
+        reason: ReasonName | Cause,
+        stage: Stage,
+        tries: int = 1,
+        traceback: Traceback | None = None,
     ) -> None:
-        super().__init__(printable(cause))
-        self.kind: FailureKind = kind
+        super().__init__(printable(text))
+        self.cause = reason if isinstance(reason, Cause) else Cause(reason)
         self.stage: Stage = stage
         self.tries = tries
         self.traceback = traceback
 
+    @property
+    def kind(self) -> FailureKind:
+        """Whose doing it is."""
+        return self.cause.kind
+
 
 def failure_of(error: BaseException, *, stage: Stage, tries: int) -> TrajectoryFailed:
     """Convert the last error of an operation into a typed failure."""
-    kind: FailureKind
     traceback: Traceback | None = None
-    if isinstance(error, PolicyRefused | RowFault):
-        kind = "data"
-    elif isinstance(error, PolicyUnavailable):
-        kind = "infrastructure"
-    elif isinstance(error, UnknownTokens):
-        kind = "model"
-    elif isinstance(error, EnvironmentFault):
-        kind, traceback = "environment", error.traceback
-    else:
-        kind, traceback = "model" if stage == "generation" else "environment", traceback_of(error)
+    if isinstance(error, EnvironmentFault):
+        traceback = error.traceback
+    elif not isinstance(error, PolicyError):
+        traceback = traceback_of(error)
     text = message_of(error) or type(error).__name__
-    return TrajectoryFailed(text, kind=kind, stage=stage, tries=tries, traceback=traceback)
+    return TrajectoryFailed(text, reason=cause_of_error(error), stage=stage, tries=tries, traceback=traceback)
+
+
+def cause_of_error(error: BaseException) -> Cause:
+    """The cause of an operation's error. What is neither the policy's error nor the environment's is ours."""
+    if isinstance(error, EnvironmentFault | PolicyError | TrajectoryFailed):
+        return error.cause
+    found = cause_of(error)
+    return Cause("Unexpected") if found.reason == "EnvironmentRaised" else found
 
 
 def is_retryable(error: Exception) -> bool:

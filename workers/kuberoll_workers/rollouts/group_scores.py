@@ -46,7 +46,7 @@ async def score(environment: EnvironmentRunner, group: SampleGroup, trajectories
             stored = await asyncio.to_thread(group.stored)
         except (OSError, ValueError) as error:
             cause = f"the stored trajectories of its group cannot be read: {error}"
-            raise TrajectoryFailed(cause, kind="infrastructure", stage="group", tries=1) from error
+            raise TrajectoryFailed(cause, reason="StorageFailed", stage="group") from error
         records.update((record.key, record) for record in stored if record.turn_count)
     keys: list[TrajectoryKey] = sorted(records)
     scores = await environment.score_group([member_of(records[key]) for key in keys])

@@ -278,7 +278,7 @@ class GroupRun:
         first = self._failure
         assert first is not None
         cause = f"sample {first.rollout_index} of its group failed: {first.cause}"
-        return TrajectoryFailed(cause, kind=first.kind, stage="group", tries=1)
+        return TrajectoryFailed(cause, reason=first.reason or "Unexpected", stage="group")
 
     def _due(self, flight: InFlight, result: Result, due: list[DueResult]) -> None:
         flight.count_result(result)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from contextvars import Token
 from types import TracebackType
+from typing import Any
 
+from kuberoll_workers.data.causes import Cause
+from kuberoll_workers.data.incidents import RESENT, IncidentLog, Sequel, united
 from kuberoll_workers.data.prompts import Sample
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Partial, TrajectoryRecord
 from kuberoll_workers.data.stop_reasons import DropReason
 from kuberoll_workers.environments.executor import is_cancelled
-from kuberoll_workers.rollouts.failures import TrajectoryFailed, failure_of
+from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, failure_of
 from kuberoll_workers.rollouts.metrics import EnvironmentMetrics
 from kuberoll_workers.rollouts.trajectory import PrefixBroken, Trajectory
 
@@ -30,13 +35,18 @@ class InFlight:
         deferred: Its record waits for its group.
         deadline: Time of the event loop at which it fails; None: no limit.
         failure: Why it failed; None: it has not.
+        incidents: What went wrong on its way.
+        began: When what it has generated so far began, by the event loop's clock.
         drop_reason: Why it is dropped; None: it is not.
     """
 
     __slots__ = (
         "_ended",
+        "_over",
+        "_resent",
         "_seconds",
         "_timeout",
+        "began",
         "closing",
         "deadline",
         "deferred",
@@ -44,6 +54,7 @@ class InFlight:
         "episode",
         "failure",
         "faults",
+        "incidents",
         "losses",
         "lost",
         "metrics",
@@ -82,7 +93,11 @@ class InFlight:
         self._seconds = seconds
         self._ended = ended
         now = asyncio.get_running_loop().time()
-        self.started = self.waiting_since = now
+        self.started = self.waiting_since = self.began = now
+        self._over = now
+        self._resent: Token[Any] | None = None
+        turns = () if sample.partial is None else sample.partial.turns
+        self.incidents = IncidentLog(united(turn.incidents for turn in turns), noted=metrics.record_incident)
         self.waiting_seconds = 0.0
         self.session: str | None = None
         self.deadline = None if seconds is None else now + seconds
@@ -109,8 +124,46 @@ class InFlight:
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
+    def note_incident(
+        self, cause: Cause, text: str, *, stage: Stage, sequel: Sequel, seconds: float = 0.0, tokens: int = 0
+    ) -> None:
+        """Note what went wrong, and goes on; see `Incident`."""
+        turn = self.trajectory.turn + (stage == "generation")
+        self.incidents.note(
+            cause, text, stage=stage, sequel=sequel, turn=turn, at=time.time(), seconds=seconds, tokens=tokens
+        )
+
+    def note_restart(self, cause: Cause, text: str, *, stage: Stage) -> None:
+        """Note that it is about to start over, and what that throws away."""
+        now = asyncio.get_running_loop().time()
+        tokens = self.trajectory.generated_tokens
+        self.note_incident(cause, text, stage=stage, sequel="started over", seconds=now - self.began, tokens=tokens)
+        self.incidents.forget_journal()
+        self.began = now
+
+    def note_interruption(self, partial: Partial) -> None:
+        """Note that it was interrupted, and what of it is not used again."""
+        lost = 0
+        if not self.trajectory.turn:
+            messages = [message for turn in partial.turns for message in turn.messages if message.sampled]
+            lost = sum(len(message.token_ids) for message in messages)
+        text = f"it was interrupted after turn {len(partial.turns)}"
+        sequel: Sequel = "started over" if lost else "resumed"
+        self.note_incident(Cause("Interrupted"), text, stage="trajectory", sequel=sequel, tokens=lost)
+
+    def _note_resent(self, cause: Cause, text: str, seconds: float) -> None:
+        self.note_incident(cause, text, stage="generation", sequel="sent again", seconds=seconds)
+
+    def partial(self) -> Partial | None:
+        """The complete turns so far, with all incidents; None if there are none."""
+        found = self.trajectory.partial()
+        if found is not None:
+            found.turns[0].incidents = self.incidents.listed()
+        return found
+
     # A generator would take half a kilobyte more for each trajectory.
     async def __aenter__(self) -> None:
+        self._resent = RESENT.set(self._note_resent)
         self._timeout = asyncio.timeout_at(self.deadline)
         await self._timeout.__aenter__()
 
@@ -136,6 +189,9 @@ class InFlight:
             return True
         finally:
             self._timeout = None
+            assert self._resent is not None
+            RESENT.reset(self._resent)
+            self._over = asyncio.get_running_loop().time()
             self._ended(self, interrupted)
 
     def _failure_of(self, error: Exception | asyncio.CancelledError, *, expired: bool) -> TrajectoryFailed:
@@ -143,11 +199,11 @@ class InFlight:
             return error
         if isinstance(error, PrefixBroken):
             self.metrics.record_prefix_violation()
-            return TrajectoryFailed(str(error), kind="model", stage="trajectory", tries=1)
+            return TrajectoryFailed(str(error), reason="TokensChanged", stage="trajectory")
         if expired and not isinstance(error, asyncio.CancelledError):
             limit = self._seconds or 0.0
             cause = f"the trajectory took longer than rollout.timeouts.trajectorySeconds ({limit:g} s)"
-            return TrajectoryFailed(cause, kind="infrastructure", stage="trajectory", tries=1)
+            return TrajectoryFailed(cause, reason="TrajectoryDeadline", stage="trajectory")
         return failure_of(error, stage="trajectory", tries=1)
 
     def _fail(self, failure: TrajectoryFailed) -> None:
@@ -157,11 +213,16 @@ class InFlight:
 
     def result(self) -> TrajectoryRecord | FailureRecord | DroppedRecord:
         """The record of a trajectory that has ended."""
+        record: TrajectoryRecord | FailureRecord | DroppedRecord
         if self.failure is not None:
-            return self.trajectory.failure_record(self.failure)
-        if self.drop_reason is not None:
-            return self.trajectory.dropped_record(self.drop_reason)
-        return self.trajectory.record()
+            record = self.trajectory.failure_record(self.failure)
+            record.seconds = round(self._over - self.began, 3)
+        elif self.drop_reason is not None:
+            record = self.trajectory.dropped_record(self.drop_reason)
+        else:
+            record = self.trajectory.record()
+        record.incidents = self.incidents.listed()
+        return record
 
     def count_result(self, result: TrajectoryRecord | FailureRecord | DroppedRecord) -> None:
         """Count the result in the metrics."""
@@ -169,7 +230,9 @@ class InFlight:
         if isinstance(result, FailureRecord):
             failure = self.failure
             assert failure is not None
-            self.metrics.record_failure(kind=failure.kind, stage=failure.stage)
+            self.metrics.record_failure(
+                kind=failure.kind, stage=failure.stage, seconds=result.seconds or 0.0, tokens=result.tokens or 0
+            )
         elif isinstance(result, DroppedRecord):
             self.metrics.record_drop(reason=result.reason, tokens=result.tokens.generated)
         else:

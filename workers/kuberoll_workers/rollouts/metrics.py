@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from kuberoll_workers.data.incidents import Incident
+
 
 class EnvironmentMetrics(Protocol):
     """Metrics of the trajectories of one environment.
@@ -36,8 +38,8 @@ class EnvironmentMetrics(Protocol):
         """Count a finished trajectory."""
         ...
 
-    def record_failure(self, *, kind: str, stage: str) -> None:
-        """Count a trajectory that failed permanently."""
+    def record_failure(self, *, kind: str, stage: str, seconds: float, tokens: int) -> None:
+        """Count a trajectory that failed permanently, and the time and generated tokens that it has cost."""
         ...
 
     def record_drop(self, *, reason: str, tokens: int) -> None:
@@ -70,6 +72,10 @@ class EnvironmentMetrics(Protocol):
 
     def record_retry(self, stage: str) -> None:
         """Count a failed attempt that is followed by another."""
+        ...
+
+    def record_incident(self, incident: Incident) -> None:
+        """Count what went wrong with a trajectory that goes on."""
         ...
 
     def flush_if_due(self) -> None:

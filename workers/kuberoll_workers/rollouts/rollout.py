@@ -81,6 +81,8 @@ class Rollout:
         )
         if flight.trajectory.turn:
             flight.metrics.record_resume(flight.trajectory.turn)
+        if sample.partial is not None:
+            flight.note_interruption(sample.partial)
         return flight
 
     async def play(self, flight: InFlight, barrier: Barrier | None = None) -> None:

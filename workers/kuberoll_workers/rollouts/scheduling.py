@@ -233,7 +233,7 @@ class _Run:
         if self._interrupted is None or flight in self._reported:
             return
         self._reported.add(flight)
-        partial = flight.trajectory.partial()
+        partial = flight.partial()
         if partial is not None:
             self._interrupted(partial)
 

@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
+from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.record import TurnRecord
 from kuberoll_workers.data.thoughts import ThoughtsReader
 from kuberoll_workers.data.tokenization import LONG_TEXT
 from kuberoll_workers.data.tool_calls import message_fields, parse_tool_calls
 from kuberoll_workers.environments.outcome import EnvironmentFault, EpisodeLost, StepInvalid, StepOutcome, StepTimedOut
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.policy.interface import GenerationResult, PolicyRefused, PolicyUnavailable
+from kuberoll_workers.policy.interface import GenerationResult, PolicyRefused, Silent
 from kuberoll_workers.policy.responses import check_response
 from kuberoll_workers.rollouts.attempts import StartOver
 from kuberoll_workers.rollouts.call_limit import CallLimit, LimitedCall
@@ -88,9 +89,8 @@ class TurnPlayer:
         if not flight.trajectory.context:
             raise TrajectoryFailed(
                 "the row has no messages, and the environment's reset added none: there is no prompt",
-                kind="data",
+                reason="PromptMissing",
                 stage="prompt",
-                tries=1,
             )
 
     async def _generate(self, flight: InFlight) -> None:
@@ -117,7 +117,7 @@ class TurnPlayer:
                 if not call.expired:
                     raise
                 seconds = self._generation.seconds
-                raise PolicyUnavailable(f"no response within generationSeconds ({seconds:g} s)") from error
+                raise Silent(f"no response within generationSeconds ({seconds:g} s)") from error
             free = self._settings.foreign_policy or not result.exact
             check_response(
                 result,
@@ -212,10 +212,12 @@ class TurnPlayer:
             trajectory.check_tokens()
         if self._turn_sink is not None and (trajectory.stop_reason is None or flight.deferred):
             try:
-                await self._turn_sink(trajectory.turn_record())
+                record = trajectory.turn_record()
+                record.incidents = flight.incidents.to_journal()
+                await self._turn_sink(record)
             except OSError as error:
                 cause = f"the turn could not be journaled: {error}"
-                raise TrajectoryFailed(cause, kind="infrastructure", stage="trajectory", tries=1) from error
+                raise TrajectoryFailed(cause, reason="StorageFailed", stage="trajectory") from error
 
     async def _stepped(self, flight: InFlight, environment: EnvironmentRunner, *, hung: bool) -> StepOutcome:
         """One attempt of a step, with the recovery of its episode where that is lost.
@@ -224,7 +226,10 @@ class TurnPlayer:
             StartOver: The trajectory must start over.
         """
         trajectory = flight.trajectory
+        restarts = environment.hooks.recovery == "restart"
+        now = asyncio.get_running_loop().time
         while True:
+            began = now()
             try:
                 if flight.lost:
                     await self._episodes.recover(flight)
@@ -232,21 +237,28 @@ class TurnPlayer:
                 return await environment.step(
                     trajectory.chat.copy(), trajectory.metadata, episode=flight.episode, hung=hung
                 )
-            except EpisodeLost:
+            except EpisodeLost as fault:
                 flight.losses += 1
                 flight.lost = True
                 if flight.losses > MAX_RECOVERIES:
                     raise
+                if restarts:
+                    flight.note_restart(fault.cause, str(fault), stage="environment")
+                else:
+                    flight.note_incident(
+                        fault.cause, str(fault), stage="environment", sequel="restored", seconds=now() - began
+                    )
             except EnvironmentFault as fault:
                 # The step may have changed the state of the episode before it failed.
                 flight.lost = flight.episode is not None and environment.hooks.stateful
-                if flight.lost and environment.hooks.recovery == "restart" and is_retryable(fault):
+                if flight.lost and restarts and is_retryable(fault):
                     # A trajectory that starts over comes to the same turn again.
                     tries = flight.faults[trajectory.turn] = flight.faults.get(trajectory.turn, 0) + 1
                     exhausted = sum(flight.faults.values()) > MAX_RECOVERIES
                     if exhausted or tries >= self._attempts.most("environment"):
                         raise failure_of(fault, stage="environment", tries=tries) from fault
                     flight.metrics.record_retry("environment")
+                    flight.note_restart(fault.cause, str(fault), stage="environment")
                     continue
                 raise
 
@@ -276,4 +288,8 @@ class TurnPlayer:
                 self._observations.render, outcome.role, outcome.content, previous=before, generation_prompt=goes_on
             )
             length = len(outcome.content)
-        return render() if length <= LONG_TEXT else await asyncio.to_thread(render)
+        try:
+            return render() if length <= LONG_TEXT else await asyncio.to_thread(render)
+        except Exception as error:
+            cause = f"the environment's messages cannot be rendered: {message_of(error) or type(error).__name__}"
+            raise TrajectoryFailed(cause, reason="MessagesRefused", stage="environment") from error

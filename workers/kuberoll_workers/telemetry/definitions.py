@@ -169,6 +169,24 @@ RETRIES: Final = Counter(
     labels=(*_ENVIRONMENT, "stage"),
     help="Operations retried.",
 )
+INCIDENTS: Final = Counter(
+    name="kuberoll_incidents_total",
+    unit="incidents",
+    labels=(*_ENVIRONMENT, "kind", "reason"),
+    help="What went wrong with trajectories that went on, by whose doing it was and why.",
+)
+WASTED_SECONDS: Final = Counter(
+    name="kuberoll_wasted_seconds_total",
+    unit="seconds",
+    labels=(*_ENVIRONMENT, "kind"),
+    help="Time of trajectories that incidents and failures threw away.",
+)
+WASTED_TOKENS: Final = Counter(
+    name="kuberoll_wasted_tokens_total",
+    unit="tokens",
+    labels=(*_ENVIRONMENT, "kind"),
+    help="Generated tokens that incidents and failures threw away.",
+)
 PREFIX_VIOLATIONS: Final = Counter(
     name="kuberoll_prefix_violations_total",
     unit="violations",
@@ -419,7 +437,7 @@ GROUPS: Final = (
         ),
     ),
     MetricGroup("Rewards", (TRAJECTORY_REWARD, REWARD)),
-    MetricGroup("Failures", (FAILURES, RETRIES, PREFIX_VIOLATIONS)),
+    MetricGroup("Failures", (FAILURES, RETRIES, INCIDENTS, WASTED_SECONDS, WASTED_TOKENS, PREFIX_VIOLATIONS)),
     MetricGroup(
         "The trainer",
         (

@@ -10,7 +10,8 @@ from typing import NamedTuple, get_args
 from prometheus_client import CollectorRegistry
 
 from kuberoll_api.metrics import Counter, Gauge, Histogram
-from kuberoll_workers.data.record import FailureKind
+from kuberoll_workers.data.causes import FailureKind
+from kuberoll_workers.data.incidents import Incident
 from kuberoll_workers.telemetry import definitions as metrics
 from kuberoll_workers.telemetry.consumer import ConsumerMetrics
 from kuberoll_workers.telemetry.direct import DirectMetrics
@@ -346,8 +347,10 @@ class EnvironmentMetrics:
         self._turns.observe(turns)
         self._seconds.observe(seconds)
 
-    def record_failure(self, *, kind: str, stage: str) -> None:
-        """Count a trajectory that failed permanently."""
+    def record_failure(self, *, kind: str, stage: str, seconds: float, tokens: int) -> None:
+        """Count a trajectory that failed permanently, and what it has cost."""
+        self.count(metrics.WASTED_SECONDS, kind, amount=seconds)
+        self.count(metrics.WASTED_TOKENS, kind, amount=tokens)
         self._stops["failed"] = self._stops.get("failed", 0) + 1
         self.count(metrics.FAILURES, kind, stage)
 
@@ -380,6 +383,13 @@ class EnvironmentMetrics:
         """Count an agent's calls by how they continued others."""
         for name, count in continuity.items():
             self.count(metrics.AGENT_CALLS, name, amount=count)
+
+    def record_incident(self, incident: Incident) -> None:
+        """Count what went wrong with a trajectory that goes on, and what that has cost."""
+        kind = incident.kind
+        self.count(metrics.INCIDENTS, kind, incident.reason)
+        self.count(metrics.WASTED_SECONDS, kind, amount=incident.seconds)
+        self.count(metrics.WASTED_TOKENS, kind, amount=incident.tokens)
 
     def record_retry(self, stage: str) -> None:
         """Count a retry."""

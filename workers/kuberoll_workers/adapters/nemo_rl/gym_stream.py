@@ -202,7 +202,7 @@ def _fault(error: Exception) -> Exception:
 def _failure(fault: Exception, tries: int) -> TrajectoryFailed:
     if _is_infrastructure(fault):
         words = f"{type(fault).__name__}: {message_of(fault)}"
-        return TrajectoryFailed(words, kind="infrastructure", stage="environment", tries=tries)
+        return TrajectoryFailed(words, reason="EnvironmentUnreachable", stage="environment", tries=tries)
     return failure_of(fault, stage="environment", tries=tries)
 
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
+from kuberoll_workers.data.causes import Cause, Evidence
 from kuberoll_workers.environments import messages
 from kuberoll_workers.environments.batches import AnyBatch, Batch, CloseBatch, GroupBatch, ResetBatch, StepBatch
 from kuberoll_workers.environments.hooks import Hooks
@@ -41,6 +42,9 @@ _MOST_OWING: Final = 256
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
+
+
+_OUT_OF_REACH: Final = Cause("EnvironmentUnreachable")
 
 
 class _Busy(Exception):
@@ -270,7 +274,7 @@ class RemoteExecutor:
                     except _Busy:
                         await asyncio.sleep(_BUSY_SECONDS)
         except TimeoutError as error:
-            raise StepRaised(f"{replica.address.url}: busy for {self._patience:g} s") from error
+            raise StepRaised(f"{replica.address.url}: busy for {self._patience:g} s", cause=_OUT_OF_REACH) from error
 
     async def _anywhere(self, batch: AnyBatch) -> Sequence[Any]:
         body = self._body(batch)
@@ -297,14 +301,17 @@ class RemoteExecutor:
             except _Busy as error:
                 now = asyncio.get_running_loop().time()
                 if now > deadline:
-                    raise StepRaised(f"all servers of the environment are busy: {error}") from error
+                    text = f"all servers of the environment are busy: {error}"
+                    raise StepRaised(text, cause=_OUT_OF_REACH) from error
                 replica.rest.begin(now)
                 if all(one.rest.lasts(now) for one in self._accepting() or ()):
                     await asyncio.sleep(_BUSY_SECONDS)
             except ConnectionLost as error:
                 lost += 1
                 if lost >= _TRIES:
-                    raise StepRaised(f"{batch.method}: {lost} servers were gone during the call; {error}") from error
+                    text = f"{batch.method}: {lost} servers were gone during the call; {error}"
+                    # One that is lost again and again is lost by what it is asked.
+                    raise StepRaised(text, cause=Cause("EnvironmentCrashed")) from error
 
     async def _least(self, load: Any) -> Replica:
         """The server with the least load for what it can do at a time."""
@@ -355,7 +362,9 @@ class RemoteExecutor:
             raise ConnectionLost(text) from error
         if status == protocol.STATUS_BUSY:
             raise _Busy(_cause(replica, status, data))
-        raise StepRaised(f"{batch.method}: {_cause(replica, status, data)}")
+        # What answers otherwise than the protocol says is no server of an environment: a proxy, or a gateway.
+        cause = Cause("EnvironmentUnreachable", Evidence(http_status=status)) if status >= 500 else None
+        raise StepRaised(f"{batch.method}: {_cause(replica, status, data)}", cause=cause)
 
     def _body(self, batch: AnyBatch) -> bytes:
         try:
@@ -375,7 +384,8 @@ class RemoteExecutor:
 
     def _nobody(self) -> StepRaised:
         return StepRaised(
-            f"environment {self._name!r}: no server has answered for {self._patience:g} s: {self._trouble}"
+            f"environment {self._name!r}: no server has answered for {self._patience:g} s: {self._trouble}",
+            cause=_OUT_OF_REACH,
         )
 
     def _watch(self) -> None:

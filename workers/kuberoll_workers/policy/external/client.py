@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 import aiohttp
 import msgspec
 
+from kuberoll_workers.data.causes import Evidence
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenization import Tokenizer
 from kuberoll_workers.network.connections import tcp_connector
@@ -30,6 +31,7 @@ from kuberoll_workers.policy.interface import (
     EngineInfo,
     GenerationRequest,
     GenerationResult,
+    InvalidAnswer,
     PolicyRefused,
     PolicyUnavailable,
 )
@@ -383,9 +385,9 @@ def _naming(url: str) -> Iterator[None]:
     try:
         yield
     except (PolicyUnavailable, PolicyRefused) as error:
-        raise type(error)(f"{url}: {error}") from error
+        raise type(error)(f"{url}: {error}", evidence=error.evidence) from error
     except OverflowError as error:
-        raise PolicyUnavailable(f"{url}: the server returned an invalid token id: {error}") from error
+        raise InvalidAnswer(f"{url}: the server returned an invalid token id: {error}") from error
 
 
 def _models(answer: _Answer) -> list[dict[str, Any]] | None:
@@ -402,10 +404,11 @@ def _refusal(url: str, answer: _Answer) -> PolicyRefused | PolicyUnavailable:
     words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
     message = str(words) if words else answer.body.decode(errors="replace").strip()
     text = f"{url} answered {answer.status}: {message[:_MESSAGE_CHARACTERS]}"
+    evidence = Evidence(http_status=answer.status)
     if answer.status in _OVERLOADED:
-        return Overloaded(text, retry_after=_seconds(answer.headers.get("retry-after")))
+        return Overloaded(text, retry_after=_seconds(answer.headers.get("retry-after")), evidence=evidence)
     refused = 400 <= answer.status < 500 and answer.status != 408
-    return PolicyRefused(text) if refused else PolicyUnavailable(text)
+    return PolicyRefused(text, evidence=evidence) if refused else PolicyUnavailable(text, evidence=evidence)
 
 
 def _seconds(value: str | None) -> float | None:

@@ -15,6 +15,7 @@ from kuberoll_workers.policy.interface import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    InvalidAnswer,
     PolicyRefused,
     PolicyUnavailable,
 )
@@ -113,9 +114,9 @@ def completion_result(
     try:
         completion = msgspec.json.decode(body, type=_Completion)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise PolicyUnavailable(f"not a completion: {error}") from error
+        raise InvalidAnswer(f"not a completion: {error}") from error
     if len(completion.choices) != 1:
-        raise PolicyUnavailable(f"the completion has {len(completion.choices)} choices; one was requested")
+        raise InvalidAnswer(f"the completion has {len(completion.choices)} choices; one was requested")
     choice = completion.choices[0]
     reason = finish_reason(choice.finish_reason, structured=structured)
     details = completion.usage.prompt_tokens_details if completion.usage is not None else None

@@ -12,8 +12,8 @@ from kuberoll_workers.policy.external.fields import sglang_fields
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
     GenerationResult,
+    InvalidAnswer,
     PolicyRefused,
-    PolicyUnavailable,
     StructuredOutputs,
 )
 
@@ -80,7 +80,7 @@ def generate_result(body: bytes, *, structured: bool = False) -> GenerationResul
     try:
         meta = msgspec.json.decode(body, type=_Generated).meta_info
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise PolicyUnavailable(f"not a result of SGLang's /generate: {error}") from error
+        raise InvalidAnswer(f"not a result of SGLang's /generate: {error}") from error
     finish = meta.finish_reason
     if finish is not None and finish.type == "abort" and 400 <= (finish.status_code or 500) < 500:
         raise PolicyRefused(f"the server refused the request: {finish.message}")

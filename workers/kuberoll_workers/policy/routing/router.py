@@ -12,14 +12,16 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from kuberoll_workers.data.incidents import note_resent
 from kuberoll_workers.policy.agent_sessions import AgentSession, ClosedSession, SessionSettings
-from kuberoll_workers.policy.client import Overloaded, ServeClient, SessionsFull, Silent, Unreachable, answering_within
+from kuberoll_workers.policy.client import Overloaded, ServeClient, SessionsFull, Unreachable, answering_within
 from kuberoll_workers.policy.interface import (
     FatalRequest,
     GenerationRequest,
     GenerationResult,
     PolicyRefused,
     PolicyUnavailable,
+    Silent,
 )
 from kuberoll_workers.policy.outage import Outage, OutageWatch
 from kuberoll_workers.policy.routing.deaths import SUSPICIOUS_DEATHS, DeathLog
@@ -61,6 +63,8 @@ class ReplicaLost(PolicyUnavailable):
     Attributes:
         stalled: As in `Loss`.
     """
+
+    reason = "PolicyLost"
 
     def __init__(self, message: str, *, stalled: bool) -> None:
         super().__init__(message)
@@ -301,6 +305,7 @@ class RoutedPolicy:
                     metrics.record_request("unreachable")
                     admission.record_failure(ticket, time())
                     self._watch(replica, error)
+                    note_resent(error.cause, str(error), time() - sent)
                     continue
                 except (PolicyRefused, SessionsFull):
                     metrics.record_request("refused")
@@ -315,6 +320,7 @@ class RoutedPolicy:
                     if isinstance(error, ReplicaLost) and not error.stalled:
                         # A node or a network is lost through no fault of a request.
                         broken += 1
+                        note_resent(error.cause, str(error), time() - sent)
                         continue
                     problem = str(error) if lost else await self._health_problem(replica)
                     if problem is None:
@@ -328,6 +334,7 @@ class RoutedPolicy:
                             await self._quarantine.acquire()
                             quarantined = True
                     broken += 1
+                    note_resent(error.cause, str(error), time() - sent)
                     continue
                 except BaseException:
                     metrics.record_request("aborted", time() - sent)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from kuberoll_workers.environments.interface import Unavailable
 
-class ImageError(Exception):
+
+class ImageError(Unavailable):
     """An image cannot be had; the message names it, the reason and the way out."""
+
+    reason = "ImageUnavailable"
 
 
 class ImageRefused(ImageError, ValueError):
     """An image cannot be had, and the next attempt will not have it either."""
+
+    reason = "ImageRefused"
 
 
 class ImageUnavailable(ImageError):
@@ -25,6 +31,8 @@ class ImageNotFound(ImageRefused):
 
 class AccessDenied(ImageRefused):
     """A registry does not give the image to whoever asks."""
+
+    reason = "AccessRefused"
 
 
 class ImageInvalid(ImageRefused):
@@ -51,3 +59,5 @@ class RegistryUnreachable(ImageUnavailable):
 
 class NoSpace(ImageUnavailable):
     """The disk is full, or nearly."""
+
+    reason = "ResourceExhausted"
