@@ -66,10 +66,7 @@ class TurnLog:
         segment = _Segment(path)
         for turn in _turns(path):
             segment.keys.add(turn.key)
-            turns = self.partials.setdefault(turn.key, Partial([])).turns
-            if turn.turn <= len(turns) + 1:
-                # The trajectory was resumed from this turn, so its earlier version is replaced.
-                turns[turn.turn - 1 :] = [turn]
+            _take(turn, self.partials.setdefault(turn.key, Partial([])).turns)
         self._segments.append(segment)
         for key in [key for key, partial in self.partials.items() if not partial.turns]:
             del self.partials[key]
@@ -144,6 +141,26 @@ class TurnLog:
         await journal.close()
         segment.written = True
         self._sweep()
+
+
+def read_turns(directory: Path, key: TrajectoryKey) -> Partial | None:
+    """The journaled turns of one trajectory of a run, which may be under way; None: there are none.
+
+    Args:
+        directory: The run's.
+    """
+    partial = Partial([])
+    for path in sorted((directory / DIRECTORY).glob("shard-*.jsonl")):
+        for turn in _turns(path):
+            if turn.key == key:
+                _take(turn, partial.turns)
+    return partial if partial.turns else None
+
+
+def _take(turn: TurnRecord, turns: list[TurnRecord]) -> None:
+    if turn.turn <= len(turns) + 1:
+        # The trajectory was resumed from this turn, so its earlier version is replaced.
+        turns[turn.turn - 1 :] = [turn]
 
 
 def _turns(path: Path) -> Iterator[TurnRecord]:
