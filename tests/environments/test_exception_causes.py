@@ -143,7 +143,7 @@ def test_an_error_that_was_handled_excuses_no_bug(nobody: str) -> None:
         try:
             by_requests(nobody)
         except requests.ConnectionError:
-            {}["fallback"]
+            dict[str, str]()["fallback"]
 
     assert cause_of(raised(step)).reason == "EnvironmentRaised"
 
@@ -188,13 +188,15 @@ def test_a_fault_that_was_raised_from_something_has_its_cause() -> None:
     st.recursive(st.sampled_from([KeyError, ValueError, OSError, Unavailable]), lambda kids: st.lists(kids, max_size=3))
 )
 def test_every_exception_has_a_cause(shape: Any) -> None:
-    def made(shape: Any) -> BaseException:
+    def made(shape: Any) -> Exception:
         if isinstance(shape, type):
+            assert issubclass(shape, Exception)
             return shape("x")
         parts = [made(part) for part in shape]
-        outer: BaseException = ExceptionGroup("several", parts) if len(parts) > 1 else RuntimeError("one")  # type: ignore[type-var]
-        if len(parts) == 1:
-            outer.__cause__ = parts[0]
+        if len(parts) > 1:
+            return ExceptionGroup("several", parts)
+        outer = RuntimeError("one")
+        outer.__cause__ = parts[0] if parts else None
         return outer
 
     error = made(shape)

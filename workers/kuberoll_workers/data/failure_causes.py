@@ -17,7 +17,7 @@ def cause_key(failure: FailureRecord) -> Hashable:
     """Identity of a failure's cause: the exception's class and the lines that led to it, or its text without those."""
     place = tuple((frame.file, frame.line) for frame in failure.frames or ())
     text = failure.cause.partition(":")[0] if place else failure.cause
-    return failure.task_name, failure.kind, failure.stage, text, place
+    return failure.task_name, failure.kind, failure.reason, failure.stage, text, place
 
 
 @dataclass(slots=True)
@@ -39,12 +39,11 @@ class FailureCause:
         return location(self.first.frames or ())
 
     def headline(self, limit: int) -> str:
-        """The first failure's cause, location and dataset row on one line of at most `limit` characters."""
+        """The first failure's cause, kind, location and dataset row on one line of at most `limit` characters."""
         row = self.first.row
-        place = [self.location, "" if row is None else f"row {one_line(row, limit // 4)}"]
+        place = [self.first.kind, self.location, "" if row is None else f"row {one_line(row, limit // 4)}"]
         where = "; ".join(one_line(part, limit // 4) for part in place if part)
-        text = one_line(self.first.cause, limit - len(where) - 3)
-        return f"{text} ({where})" if where else text
+        return f"{one_line(self.first.cause, limit - len(where) - 3)} ({where})"
 
 
 @dataclass(slots=True)

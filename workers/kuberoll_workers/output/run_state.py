@@ -33,9 +33,8 @@ def resumes_from_turns(failure: FailureRecord) -> bool:
     """
     if failure.stage == "group":
         return True
-    if failure.reason in REASONS:
-        return REASONS[failure.reason].keeps_turns
-    return failure.kind == "infrastructure"
+    known = None if failure.reason is None else REASONS.get(failure.reason)
+    return failure.kind == "infrastructure" if known is None else known.keeps_turns
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from kuberoll_workers.analysis.report.sample import EvenSample
 from kuberoll_workers.analysis.report.token_details import MOST_TOKENS, token_details
 from kuberoll_workers.analysis.report.token_texts import TokenTexts
 from kuberoll_workers.analysis.report.turns import continuity_text
+from kuberoll_workers.analysis.why import story
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.data.text import cut, one_line, visible
@@ -109,6 +110,7 @@ def readable(record: EndedRecord, texts: TokenTexts | None = None) -> dict[str, 
         # Seeds do not fit into JavaScript's numbers.
         "seed": None if record.seed is None else str(record.seed),
         "attempt": record.attempt,
+        **({"story": [visible(line) for line in story(record)]} if record.incidents is not None else {}),
     }
     if isinstance(record, FailureRecord):
         failure = {"kind": record.kind, "stage": record.stage, "cause": visible(cut(record.cause, _SHORT))}

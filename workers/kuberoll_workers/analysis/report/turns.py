@@ -15,6 +15,7 @@ from rich.text import Text
 from kuberoll_workers.analysis.failures import json_line
 from kuberoll_workers.analysis.paths import shared_messages
 from kuberoll_workers.analysis.report.row import TrajectoryRow
+from kuberoll_workers.analysis.why import story
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import Branch, DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.data.stop_reasons import look
@@ -102,6 +103,10 @@ def print_trajectory(record: EndedRecord, row: TrajectoryRow, console: Console) 
         if record.traceback is not None:
             console.print()
             _print_text(visible(record.traceback.rstrip()), console)
+    if record.incidents is not None:
+        console.print()
+        console.print(Text("what happened on its way", style="bold"))
+        _print_text(visible("\n".join(story(record)[1:])), console)
 
 
 def _print_branch(number: int, branch: Branch, console: Console) -> None:

@@ -89,6 +89,10 @@ function detail(trajectories, number, text, words, back) {
       message("failure", [make("span", {}, `${kind}, ${stage}, after ${count(tries)} tries`)], cause, words));
     if (traceback) parts.push(message("failure", [make("span", {}, "traceback")], traceback, words));
   }
+  if (text.story) {
+    parts.push(make("div", { class: "turn" }, make("b", {}, "What happened")),
+      message("environment", [make("span", {}, "whose doing it was")], text.story.join("\n"), words));
+  }
   for (const [name, value] of [["Metadata at the end", text.metadata], ["idx", text.idx]]) {
     if (value) parts.push(make("details", {}, make("summary", {}, name), make("pre", {}, marked(value, words))));
   }
