@@ -188,7 +188,7 @@ def test_the_documented_trajectory_has_the_record_s_fields() -> None:
     (text,) = blocks("docs/reference/trajectories.md", "json")
     example = json.loads(text.replace("…, ", "").replace(", …", "").replace("[…]", "[]"))
     # Left out where it says what is usual.
-    usual = {"token_source", "tools", "branches", "continuity", "group_order", "sampling"}
+    usual = {"token_source", "tools", "branches", "continuity", "group_order", "sampling", "incidents"}
     assert set(example) == set(TrajectoryRecord.__dataclass_fields__) - usual
 
 
