@@ -240,18 +240,23 @@ def write_tasks(directory: Path, *, images: Mapping[str, str] | None = None) -> 
         except Impossible as problem:
             left[name] = str(problem)
             continue
-        files = dict(kind.files)
-        environment = f'[environment]\ndocker_image = "{made[kind.image]}"\nnetwork_mode = "no-network"\n'
-        head = files.pop("head.toml", "")
-        files["task.toml"] = f'schema_version = "1.4"\n{head}[task]\nname = "kinds/{name}"\n{environment}{kind.toml}'
-        if "[[steps]]" not in kind.toml:
-            files["instruction.md"] = "Do it.\n"
-        if kind.test is not None:
-            files["tests/test.sh"] = kind.test
-        if kind.solve is not None:
-            files["solution/solve.sh"] = kind.solve
-        write_task(directory / "tasks" / name, files)
+        write_kind(directory / "tasks" / name, name, kind, made[kind.image])
     return left
+
+
+def write_kind(directory: Path, name: str, kind: Kind, image: str) -> None:
+    """Write a task of a kind, with the reference of its image."""
+    files = dict(kind.files)
+    environment = f'[environment]\ndocker_image = "{image}"\nnetwork_mode = "no-network"\n'
+    head = files.pop("head.toml", "")
+    files["task.toml"] = f'schema_version = "1.4"\n{head}[task]\nname = "kinds/{name}"\n{environment}{kind.toml}'
+    if "[[steps]]" not in kind.toml:
+        files["instruction.md"] = "Do it.\n"
+    if kind.test is not None:
+        files["tests/test.sh"] = kind.test
+    if kind.solve is not None:
+        files["solution/solve.sh"] = kind.solve
+    write_task(directory, files)
 
 
 def _image(name: str, directory: Path) -> str:
@@ -324,7 +329,7 @@ def _musl(directory: Path) -> str:
 def _node(directory: Path) -> str:
     return busybox_layout(
         directory,
-        files={**_with_libraries("node", "usr/bin/node"), "usr/bin/env": '#!/bin/sh\nexec "$@"\n'},
+        files={**with_libraries("node", "usr/bin/node"), "usr/bin/env": '#!/bin/sh\nexec "$@"\n'},
         Env=["PATH=/usr/bin:/bin"],
     )
 
@@ -361,7 +366,7 @@ _IMAGES: Final[dict[str, Callable[[Path], str]]] = {
 }
 
 
-def _with_libraries(program: str, target: str) -> dict[str, bytes]:
+def with_libraries(program: str, target: str) -> dict[str, bytes]:
     """A program of this machine and the libraries that it needs, by their paths.
 
     Raises:

@@ -19,7 +19,7 @@ APPLETS: Final = (
     "awk", "cat", "chmod", "chown", "chroot", "cp", "date", "dd", "dmesg", "echo", "env", "expr", "false", "find",
     "grep", "head", "hostname", "httpd", "id", "insmod", "kill", "killall", "ln", "ls", "mkdir", "mkfifo", "mknod",
     "mount", "nc", "nslookup", "ping", "pkill", "printf", "ps", "pwd", "readlink", "reboot", "rm", "sed", "seq",
-    "setsid", "sh", "sha256sum", "sleep", "sort", "stat", "su", "swapoff", "tail", "test", "touch", "tr", "true",
+    "setsid", "sh", "sha256sum", "sleep", "sort", "stat", "su", "swapoff", "tail", "tar", "test", "touch", "tr", "true",
     "uname", "unshare", "wc", "wget", "yes",
 )  # fmt: skip
 PASSWD: Final = "root:x:0:0:root:/root:/bin/sh\napp:x:1000:1000::/home/app:/bin/sh\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,16 @@ class NoAgent:
 
 
 class OracleAgent:
-    """The agent that plays the reference solution."""
+    """The agent that plays the reference solution.
+
+    A solution that fails is scored as it is, as Harbor does.
+
+    Attributes:
+        failure: How a solution has ended that failed; None: none has.
+    """
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
 
     async def work(self, work: Work) -> None:
         """See `Agent.work`."""
@@ -76,10 +86,11 @@ class OracleAgent:
         await upload(sandbox, TaskFiles(work.directory), source, SOLUTION)
         script = f"{SOLUTION}/solve.sh"
         await make_executable(sandbox, script, source / "solve.sh")
-        environment = {**work.environment, **work.solution_environment}
+        # Harbor's oracle has the first of them, too: a solution that installs packages is asked nothing.
+        environment = {"DEBIAN_FRONTEND": "noninteractive", **work.environment, **work.solution_environment}
         done = await run_program(sandbox, [script], user=work.user, environment=environment, seconds=None)
         if not done.succeeded:
-            raise AgentFailed(f"the solution ended with {ending(done)}")
+            self.failure = f"the solution ended with {ending(done)}"
 
 
 class CommandAgent:
@@ -154,6 +165,20 @@ async def run_program(
             if error.errno not in (2, 8):
                 break
     raise AgentFailed(f"{argv[0]}: {refused}")
+
+
+async def run_in_bash(
+    sandbox: Sandbox, arguments: Sequence[str], *, user: str | None, seconds: float | None
+) -> Completed:
+    """Run bash, in which Harbor runs all commands of tasks; in an image without it, the shell."""
+    for shell in ("bash", "/bin/sh"):
+        try:
+            return await sandbox.exec([shell, *arguments], user=user, timeout=seconds, merged=True)
+        except CommandNotStarted as error:
+            refused = error
+            if error.errno != errno.ENOENT:
+                break
+    raise AgentFailed(f"{arguments[-1]}: {refused}")
 
 
 def ending(done: Completed) -> str:

@@ -33,10 +33,12 @@ class Played:
     Attributes:
         reward: Its reward; of several named ones without `reward` their sum; None: it has failed.
         problem: Why it has failed.
+        remark: What went wrong, although it has not failed.
     """
 
     reward: float | None = None
     problem: str | None = None
+    remark: str | None = None
     seconds: float = 0.0
 
 
@@ -62,7 +64,8 @@ class Checked:
         assert self.solution.reward is not None
         assert self.nothing.reward is not None
         if self.solution.reward <= self.nothing.reward:
-            return "the solution is worth no more than doing nothing: the tests do not see the difference"
+            reason = self.solution.remark or "the tests do not see the difference"
+            return f"the solution is worth no more than doing nothing: {reason}"
         return None
 
 
@@ -89,7 +92,8 @@ async def check_tasks(
 
     async def check(task: Task) -> None:
         async with places:
-            solution = await _played(player, task, OracleAgent())
+            oracle = OracleAgent()
+            solution = dataclasses.replace(await _played(player, task, oracle), remark=oracle.failure)
             nothing = await _played(player, task, NoAgent())
         done(Checked(task=task.name, solution=solution, nothing=nothing))
 

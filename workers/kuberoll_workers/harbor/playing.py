@@ -20,7 +20,7 @@ from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
 from kuberoll_workers.data.sandbox_uses import SandboxUse
 from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.environments.outcome import StepRaised
-from kuberoll_workers.harbor.agents import Agent, Work, ending, run_program, user_of
+from kuberoll_workers.harbor.agents import Agent, Work, ending, run_in_bash, user_of
 from kuberoll_workers.harbor.artifacts import ARTIFACTS, collect, place
 from kuberoll_workers.harbor.machines import PROXY_PORT, Reach, check_task, reach, resolved, setup_reach, spec_of
 from kuberoll_workers.harbor.rewards import combine, shortfall
@@ -180,11 +180,10 @@ class Player:
         for command in verifier.get("collect", ()):
             # What cannot be collected is missed by the tests, if they need it.
             with contextlib.suppress(StepRaised):
-                await run_program(
+                await run_in_bash(
                     sandbox,
-                    ["/bin/sh", "-c", command["command"]],
+                    ["-c", command["command"]],
                     user=user_of(command),
-                    environment={},
                     seconds=command.get("timeout", _SETUP_SECONDS),
                 )
         environment = resolved(verifier.get("env", {}), self.variables)
@@ -214,24 +213,22 @@ async def _way_out(sandbox: Sandbox, network: Reach) -> AsyncIterator[EgressProx
 
 
 async def _prepare_step(sandbox: Sandbox, step: Mapping[str, Any], directory: Path) -> None:
+    user = user_of(step.get("agent", {}))
     if (source := step.get("workdir")) is not None:
         await sandbox.upload(directory / source, await sandbox.workdir(), user="0")
         if (directory / source / "setup.sh").is_file():
             workdir = await sandbox.workdir()
-            done = await run_program(
-                sandbox,
-                ["/bin/sh", f"{workdir.rstrip('/')}/setup.sh"],
-                user=user_of(step.get("agent", {})),
-                environment={},
-                seconds=_SETUP_SECONDS,
-            )
+            done = await run_in_bash(sandbox, [f"{workdir.rstrip('/')}/setup.sh"], user=user, seconds=_SETUP_SECONDS)
             if not done.succeeded:
                 raise TaskFailed(f"{source}/setup.sh ended with {ending(done)}")
-    await _await_health(sandbox, step.get("healthcheck"))
+    await _await_health(sandbox, step.get("healthcheck"), user=user)
 
 
-async def _await_health(sandbox: Sandbox, check: Mapping[str, Any] | None) -> None:
+async def _await_health(sandbox: Sandbox, check: Mapping[str, Any] | None, *, user: str | None = None) -> None:
     """Wait until a healthcheck succeeds.
+
+    Args:
+        user: Whom it runs as; None: the sandbox's user.
 
     Raises:
         TaskFailed: It failed too often in a row, after its start period.
@@ -242,9 +239,7 @@ async def _await_health(sandbox: Sandbox, check: Mapping[str, Any] | None) -> No
     began = loop.time()
     failures = 0
     while True:
-        done = await run_program(
-            sandbox, ["/bin/sh", "-c", check["command"]], user=None, environment={}, seconds=check["timeout"]
-        )
+        done = await run_in_bash(sandbox, ["-c", check["command"]], user=user, seconds=check["timeout"])
         if done.succeeded:
             return
         starting = loop.time() - began < check["start_period"]

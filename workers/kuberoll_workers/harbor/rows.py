@@ -71,13 +71,13 @@ script          path below /tests: made executable, then run as the user; its ou
 timeout, user, network
                 as the agent's
 env             VARIABLES of the script
-collect         list of {command, timeout, user}: shell commands in the agent's machine after the agent, before
+collect         list of {command, timeout, user}: commands of bash in the agent's machine after the agent, before
                 artifacts are kept; one that fails changes nothing
 
 NETWORK is {mode, hosts}: mode is no-network, public or allowlist; hosts are names, `*.name`, addresses or ranges.
 
-HEALTHCHECK is {command, interval, timeout, start_period, start_interval, retries}: a shell command; failures within
-start_period do not count, max(retries, 1) in a row after it do.
+HEALTHCHECK is {command, interval, timeout, start_period, start_interval, retries}: a command of bash, or of the shell
+where there is none; failures within start_period do not count, max(retries, 1) in a row after it do.
 
 VARIABLES is an object of texts. One that is `${NAME}` or `${NAME:-default}` as a whole stands for a variable of the
 worker; what the worker has is not in the row.
