@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.data.lifetime import RUN_SCRATCH_VARIABLE
 from kuberoll_workers.sandboxes.containers import body, driver, engine, images, output, owners, sockets
+from kuberoll_workers.sandboxes.containers.driver import create_container
 from kuberoll_workers.sandboxes.containers.engine import Engine
 from kuberoll_workers.sandboxes.containers.images import EngineImage
 from kuberoll_workers.sandboxes.containers.owners import Owner
@@ -262,6 +263,34 @@ def test_a_container_has_the_limits_that_its_engine_has(
         assert 0 < host["NanoCpus"] <= ENGINE.cpus * 10**9
     assert host["ShmSize"] >= min(64 << 20, (memory or 1 << 40) // 2)
     assert host["ShmSize"] <= max(64 << 20, (memory or 0) // 4)
+
+
+def test_each_start_learns_that_storage_is_not_limited() -> None:
+    docker = pytest.importorskip("docker")
+    asked: list[bool] = []
+    missed: list[None] = []
+
+    class Client:
+        def create_container_from_config(self, wanted: dict[str, Any], name: str) -> dict[str, str]:
+            asked.append(wanted["limited"])
+            if wanted["limited"]:
+                raise docker.errors.APIError("--storage-opt is supported only for overlay over xfs")
+            return {"Id": name}
+
+    def create(*, limits_storage: bool) -> str:
+        return create_container(
+            Client(),
+            "one",
+            lambda limits_storage: {"limited": limits_storage},
+            limits_storage=limits_storage,
+            missed=lambda: missed.append(None),
+        )
+
+    # Two that begin before either has an answer.
+    assert [create(limits_storage=True), create(limits_storage=True)] == ["one", "one"]
+    assert (asked, len(missed)) == ([True, False, True, False], 2)
+    assert create(limits_storage=False) == "one"
+    assert len(missed) == 2
 
 
 def test_a_root_that_is_read_only_has_room_in_a_few_places() -> None:

@@ -236,14 +236,13 @@ class DockerDriver:
             labels=labels,
         )
         try:
-            try:
-                wanted = make(limits_storage="storage" not in self._unlimited)
-                container = client.create_container_from_config(wanted, f"{_NAMES}{name}")["Id"]
-            except docker.errors.APIError as error:
-                if spec.storage is None or "storage" in self._unlimited or "storage-opt" not in str(error):
-                    raise
-                self._miss(ready.engine, "storage")
-                container = client.create_container_from_config(make(limits_storage=False), f"{_NAMES}{name}")["Id"]
+            container = create_container(
+                client,
+                f"{_NAMES}{name}",
+                make,
+                limits_storage=spec.storage is not None and "storage" not in self._unlimited,
+                missed=lambda: self._miss(ready.engine, "storage"),
+            )
             # Before it starts: what ends is removed at once, with what it has written.
             output = Output(client, container)
             client.start(container)
@@ -308,6 +307,36 @@ class DockerDriver:
     ) -> _Result:
         call = functools.partial(function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(pool or self._requests, call)
+
+
+def create_container(
+    client: Any,
+    name: str,
+    make: Callable[..., dict[str, Any]],
+    *,
+    limits_storage: bool,
+    missed: Callable[[], None],
+) -> str:
+    """Create a container, if need be without a limit of what it writes; its id.
+
+    Args:
+        make: Makes the body, with or without such a limit.
+        limits_storage: True to try it with one. It is this container's: others that start meanwhile may find out, too.
+        missed: Called when the engine cannot limit it.
+
+    Raises:
+        docker.errors.APIError: The engine does not.
+    """
+    import docker
+
+    try:
+        container = client.create_container_from_config(make(limits_storage=limits_storage), name)
+    except docker.errors.APIError as error:
+        if not limits_storage or "storage-opt" not in str(error):
+            raise
+        missed()
+        container = client.create_container_from_config(make(limits_storage=False), name)
+    return str(container["Id"])
 
 
 def remove_container(client: Any, container: str) -> None:
