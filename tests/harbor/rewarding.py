@@ -19,8 +19,13 @@ Rewards = Mapping[str, float] | None
 """By their names; None: the task could not be played, or scored."""
 
 
-async def both_rewards(folder: Path, *, parallel: int = 2) -> dict[str, tuple[Rewards, Rewards]]:
+async def both_rewards(
+    folder: Path, *, built: str | None = None, parallel: int = 2
+) -> dict[str, tuple[Rewards, Rewards]]:
     """Play the tasks of a folder in this machine's sandboxes.
+
+    Args:
+        built: Where images are that `kuberoll images build` has made.
 
     Returns:
         By the names of their directories: with the solution, and without an agent.
@@ -30,7 +35,7 @@ async def both_rewards(folder: Path, *, parallel: int = 2) -> dict[str, tuple[Re
     """
     sandboxes = find_sandboxes("test")
     places = asyncio.Semaphore(parallel)
-    options = SandboxOptions.model_validate({"network": {"mode": "All"}})
+    options = SandboxOptions.model_validate({"network": {"mode": "All"}, "builtImages": built})
     player = Player(sandboxes=sandboxes, options=options, variables={}, agent_seconds=600.0)
 
     async def both(directory: Path) -> tuple[str, tuple[Rewards, Rewards]]:
