@@ -16,7 +16,7 @@ from kuberoll_workers.sandboxes.errors import SandboxUnavailable
 from kuberoll_workers.sandboxes.handle import Sandbox
 from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
 from kuberoll_workers.sandboxes.namespaces.driver import NamespaceDriver
-from tests.sandboxes.contract import Machines
+from tests.sandboxes.contract import Machines, Processes, processes_here
 from tests.sandboxes.layouts import BUSYBOX, busybox_layout
 from tests.sandboxes.making import Making
 from tests.sandboxes.programs import NoCompiler, musl_files
@@ -126,6 +126,12 @@ def debian(tmp_path_factory: pytest.TempPathFactory) -> str:
     except MissingTools as missing:
         pytest.skip(str(missing))
     return f"docker-archive:{path}"
+
+
+@pytest.fixture(scope="class")
+def processes_of() -> Processes:
+    """Finds the processes of a sandbox, which are this machine's."""
+    return processes_here
 
 
 @pytest_asyncio.fixture(scope="class", loop_scope="class")

@@ -35,6 +35,8 @@ from tests.sandboxes.making import Making
 from tests.sandboxes.waiting import until
 
 ROOT = Path(__file__).parents[2]
+Processes = Callable[[str], list[int]]
+"""Ids of all processes of a sandbox; where they are not of this machine, others in their place, as many or few."""
 Traces = Callable[[], set[str]]
 """What there is on this machine of a driver: containers, mounts, control groups, and directories, which begin with
 `directory`."""
@@ -419,7 +421,7 @@ class DriverContract:
 
     # Limits.
 
-    async def test_a_fork_bomb_ends(self, machines: Machines) -> None:
+    async def test_a_fork_bomb_ends(self, machines: Machines, processes_of: Processes) -> None:
         if not self.limits_processes:
             pytest.skip("the driver leaves that to the cluster")
         async with machines.one(processes=64) as sandbox:
@@ -427,7 +429,7 @@ class DriverContract:
             await sandbox.clear()
             done = await sandbox.exec("while true; do sleep 4000 & done")
             assert "can't fork" in done.errors
-            assert 50 < len(_processes_of(sandbox.name)) < 64 + 16
+            assert 50 < len(processes_of(sandbox.name)) < 64 + 16
             with pytest.raises(CommandNotStarted) as raised:
                 await asyncio.gather(*(sandbox.exec(["sleep", "4001"]) for _ in range(16)))
             assert raised.value.errno == errno.EAGAIN
@@ -524,7 +526,9 @@ class DriverContract:
 
     # Its life.
 
-    async def test_a_sandbox_ends_when_nobody_renews_its_lease(self, machines: Machines, traces: Traces) -> None:
+    async def test_a_sandbox_ends_when_nobody_renews_its_lease(
+        self, machines: Machines, traces: Traces, processes_of: Processes
+    ) -> None:
         before = traces()
         name = machines.name()
         sandbox = Sandbox(await machines.driver.create(name, machines.spec(lease_seconds=2)))
@@ -532,7 +536,7 @@ class DriverContract:
             with pytest.raises(SandboxLost):
                 await process.wait()
         await sandbox.close()
-        await until(lambda: not _processes_of(name) and running(traces()) <= before, "it is gone")
+        await until(lambda: not processes_of(name) and running(traces()) <= before, "it is gone")
         await machines.driver.remove(name)
         await until(lambda: traces() <= before, "nothing is left")
 
@@ -554,7 +558,7 @@ class DriverContract:
         await sandbox.close()
         await machines.driver.remove(name)
 
-    async def test_twenty_at_once(self, machines: Machines, traces: Traces) -> None:
+    async def test_twenty_at_once(self, machines: Machines, traces: Traces, processes_of: Processes) -> None:
         before = traces()
         names = [machines.name() for _ in range(20)]
         tickets = await asyncio.gather(*(machines.driver.create(name, machines.spec()) for name in names))
@@ -567,19 +571,23 @@ class DriverContract:
         # Twice each: somebody else may be removing it.
         await asyncio.gather(*(machines.driver.remove(name) for name in names * 2))
         await until(lambda: traces() <= before, "all are gone")
-        assert not [name for name in names if _processes_of(name)]
+        assert not [name for name in names if processes_of(name)]
 
     async def test_what_is_not_there_is_removed(self, machines: Machines) -> None:
         await machines.driver.remove("nobody-has-made-this")
 
-    async def test_a_sandbox_that_starts_for_too_long_is_removed(self, machines: Machines, traces: Traces) -> None:
+    async def test_a_sandbox_that_starts_for_too_long_is_removed(
+        self, machines: Machines, traces: Traces, processes_of: Processes
+    ) -> None:
         before = traces()
         name = machines.name()
         with pytest.raises(SandboxUnavailable, match="did not start within"):
             await machines.driver.create(name, machines.spec(start_seconds=0.001))
-        await until(lambda: traces() <= before and not _processes_of(name), "it is gone")
+        await until(lambda: traces() <= before and not processes_of(name), "it is gone")
 
-    async def test_a_sandbox_whose_start_is_cancelled_is_removed(self, machines: Machines, traces: Traces) -> None:
+    async def test_a_sandbox_whose_start_is_cancelled_is_removed(
+        self, machines: Machines, traces: Traces, processes_of: Processes
+    ) -> None:
         before = traces()
         names = [machines.name() for _ in range(6)]
         for number, name in enumerate(names):
@@ -593,34 +601,34 @@ class DriverContract:
             with pytest.raises(asyncio.CancelledError):
                 await creating
         await until(lambda: traces() <= before, "all are gone")
-        assert not [name for name in names if _processes_of(name)]
+        assert not [name for name in names if processes_of(name)]
 
     async def test_a_worker_that_is_killed_leaves_nothing_after_the_lease(
-        self, machines: Machines, making: Making, traces: Traces
+        self, machines: Machines, making: Making, traces: Traces, processes_of: Processes
     ) -> None:
         before = traces()
         name = machines.name()
-        await _killed(making, name, machines.spec(lease_seconds=2))
-        await until(lambda: running(traces()) <= before and not _processes_of(name), "its lease is over")
+        await _killed(making, name, machines.spec(lease_seconds=2), processes_of)
+        await until(lambda: running(traces()) <= before and not processes_of(name), "its lease is over")
 
     async def test_the_next_driver_removes_what_a_killed_one_left(
-        self, machines: Machines, making: Making, traces: Traces
+        self, machines: Machines, making: Making, traces: Traces, processes_of: Processes
     ) -> None:
         if not self.follows_killed:
             pytest.skip("it ends with its lease")
         before = traces()
         name = machines.name()
-        await _killed(making, name, machines.spec(lease_seconds=600))
+        await _killed(making, name, machines.spec(lease_seconds=600), processes_of)
         driver = making.make()
         try:
             await driver.check()
-            await until(lambda: running(traces()) <= before and not _processes_of(name), "it is gone")
+            await until(lambda: running(traces()) <= before and not processes_of(name), "it is gone")
         finally:
             await driver.close()
         assert traces() <= before
 
     async def test_a_driver_that_is_closed_leaves_nothing(
-        self, machines: Machines, making: Making, traces: Traces
+        self, machines: Machines, making: Making, traces: Traces, processes_of: Processes
     ) -> None:
         before = traces()
         driver = making.make()
@@ -629,7 +637,7 @@ class DriverContract:
             await driver.create(name, machines.spec())
         await driver.close()
         await until(lambda: traces() <= before, "nothing is left")
-        assert not [name for name in names if _processes_of(name)]
+        assert not [name for name in names if processes_of(name)]
 
 
 def running(traces: set[str]) -> set[str]:
@@ -637,7 +645,7 @@ def running(traces: set[str]) -> set[str]:
     return {trace for trace in traces if not trace.startswith("directory")}
 
 
-async def _killed(making: Making, name: str, spec: SandboxSpec) -> None:
+async def _killed(making: Making, name: str, spec: SandboxSpec, processes_of: Processes) -> None:
     """Have another process make a sandbox, and kill it."""
     worker = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -653,14 +661,14 @@ async def _killed(making: Making, name: str, spec: SandboxSpec) -> None:
         worker.stdin.write(pickle.dumps((making, name, spec)))
         worker.stdin.close()
         assert await worker.stdout.readline() == b"ready\n"
-        assert _processes_of(name)
+        assert processes_of(name)
     finally:
         if worker.returncode is None:
             worker.kill()
         await worker.wait()
 
 
-def _processes_of(name: str) -> list[int]:
+def processes_here(name: str) -> list[int]:
     """Ids of all processes of a sandbox."""
     sought = f'"name":"{name}"'.encode()
     namespaces: dict[str, list[int]] = {}

@@ -65,6 +65,10 @@ class Kubelet:
         over = ("Failed", "Succeeded")
         return {f"directory of pod {uid}" if phase in over else f"pod {uid}" for uid, phase in found.items()}
 
+    async def kill(self, uid: str) -> None:
+        """Kill the main container of a pod."""
+        await self._podman("kill", f"{uid}-sandbox")
+
     async def _watch(self) -> None:
         ending: set[asyncio.Task[None]] = set()
         while True:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -16,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from kuberoll_api.sandboxes import BROKER_VARIABLE, TOKEN_VARIABLE
-from kuberoll_workers.sandboxes.connection import connect
+from kuberoll_operator.model import Object
 from kuberoll_workers.sandboxes.driver import SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxLost
 from kuberoll_workers.sandboxes.handle import Sandbox
@@ -26,12 +24,13 @@ from tests.cluster.control_plane import free_port
 from tests.operator.broker.test_app import broker, put_job, until_ready
 from tests.operator.emulator import Emulator
 from tests.operator.support import NAMESPACE
-from tests.sandboxes.contract import DriverContract, Machines, Traces
+from tests.sandboxes.contract import Machines, Traces
 from tests.sandboxes.engines import MissingTools, Podman
 from tests.sandboxes.engines import running as running_engine
 from tests.sandboxes.kubelet import Kubelet
 from tests.sandboxes.layouts import BUSYBOX
 from tests.sandboxes.making import Making
+from tests.sandboxes.pod_contract import PodContract
 
 pytestmark = pytest.mark.images
 
@@ -44,6 +43,20 @@ class Cluster:
     server: Emulator
     url: str
     token: str
+
+    async def pod(self, sandbox: str) -> Object:
+        """See `PodCluster.pod`."""
+        found = self.server.get("pods", NAMESPACE, f"tasks-{sandbox}")
+        assert found is not None
+        return found
+
+    async def end(self, sandbox: str, way: str) -> None:
+        """See `PodCluster.end`."""
+        if way == "delete":
+            self.server.remove("pods", NAMESPACE, f"tasks-{sandbox}")
+        else:
+            pod = await self.pod(sandbox)
+            await self.kubelet.kill(pod["metadata"]["uid"])
 
 
 @pytest.fixture(scope="module")
@@ -115,64 +128,10 @@ def traces(cluster: Cluster) -> Traces:
     return cluster.kubelet.traces
 
 
-class TestPods(DriverContract):
-    """The contract, less what a cluster does: limits of processes, and who reaches whom."""
+class TestPods(PodContract):
+    """The contract of pods."""
 
-    limits_storage = False
-    limits_processes = False
-    isolates = False
-    prepares = False
-    keeps_loader_variables = False
-    has_writable_workdir = False
-    follows_killed = False
-
-    async def test_its_server_hears_nobody_from_inside(self, machines: Machines) -> None:
-        async with machines.one() as sandbox:
-            host, _, port = sandbox._pool.ticket.address.removeprefix("tcp:").rpartition(":")
-            # It speaks first, to whom it hears.
-            outside = _stranger(host, int(port))
-            assert await asyncio.to_thread(outside.recv, 1) == b"\x16"
-            for address in ("127.0.0.1", "127.1.2.3", host):
-                done = await sandbox.exec(f"nc -w 3 {address} {port} </dev/null 2>/dev/null | wc -c")
-                assert done.text == "0\n"
-            # More than the strangers of whom it closes the oldest.
-            crowd = f"for n in $(seq 50); do nc {host} {port} >/dev/null 2>&1 & done; wait"
-            await sandbox.exec(f"{crowd}; {crowd}", user="app")
-            for _ in range(3):
-                await sandbox.ping(seconds=10)
-                (await connect(sandbox._pool.ticket, sandbox._pool._context)).close()
-            outside.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                # The rest of its greeting, and no end.
-                while data := outside.recv(4096):
-                    continue
-                assert data, "it was closed"
-            outside.close()
-
-    async def test_connections_break_when_nobody_is_there(self, sandbox: Sandbox) -> None:
-        async with sandbox._pool.connection() as connection:
-            end = connection._writer.get_extra_info("socket")
-            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            idle, interval, count = (
-                end.getsockopt(socket.IPPROTO_TCP, option)
-                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-            )
-            # Of an idle one, and of one with something on its way.
-            assert idle + interval * count <= 15
-            assert 0 < end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
-
-    async def test_an_end_that_others_make_is_a_loss(self, machines: Machines, cluster: Cluster) -> None:
-        for way in ("delete", "kill"):
-            async with machines.one() as sandbox, sandbox.start(["sleep", "1000"]) as process:
-                waiting = asyncio.create_task(process.wait())
-                if way == "delete":
-                    cluster.server.remove("pods", NAMESPACE, f"tasks-{sandbox.name}")
-                else:
-                    pod = cluster.server.get("pods", NAMESPACE, f"tasks-{sandbox.name}")
-                    assert pod is not None
-                    await cluster.kubelet._podman("kill", f"{pod['metadata']['uid']}-sandbox")
-                with pytest.raises(SandboxLost):
-                    await waiting
+    ways_to_end = ("delete", "kill")
 
     async def test_a_pod_that_ends_while_it_starts_says_why(
         self, machines: Machines, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -184,23 +143,6 @@ class TestPods(DriverContract):
         await asyncio.to_thread(shutil.copy, BUSYBOX, broken / "ld")
         with pytest.raises(SandboxLost, match=r"ended while it started: .*exit code 127, ld: applet not found"):
             await machines.driver.create(machines.name(), machines.spec())
-
-    async def test_whom_an_image_is_for_is_asked_once(self, machines: Machines, cluster: Cluster) -> None:
-        for _ in range(2):
-            async with machines.one("user") as sandbox:
-                assert (await sandbox.exec("id -un; echo $HOME; env | grep KUBEROLL")).text == "app\n/home/app\n"
-                pod = cluster.server.get("pods", NAMESPACE, f"tasks-{sandbox.name}")
-        assert pod is not None
-        assert [item["name"] for item in pod["spec"]["initContainers"]] == ["runtime"]
-
-    async def test_texts_with_dollars_arrive(self, machines: Machines) -> None:
-        text = "$$5 $(HOME) $$(X) $ $"
-        async with machines.one(environment={"TEXT": text}) as sandbox:
-            assert (await sandbox.exec('printf %s "$TEXT"')).text == text
-
-
-def _stranger(host: str, port: int) -> socket.socket:
-    return socket.create_connection((host, port), timeout=10)
 
 
 async def test_the_broker_may_be_replaced(engine: Podman, images: dict[str, str], place: Path, cache: Path) -> None:
