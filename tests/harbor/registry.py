@@ -13,10 +13,14 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class Registry(http.server.ThreadingHTTPServer):
-    """Blobs and manifests, in memory."""
+    """Blobs and manifests, in memory.
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    Args:
+        host, port: Where it listens; empty: at all addresses; 0: at any port.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__((host, port), _Handler)
         self.blobs: dict[str, bytes] = {}
         self.manifests: dict[str, tuple[str, bytes]] = {}
         self.uploads: dict[str, bytes] = {}

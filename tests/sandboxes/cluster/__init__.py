@@ -1,0 +1,1 @@
+"""Sandboxes that are pods of a real cluster, which `KUBEROLL_TEST_KUBECONFIG` names."""
