@@ -221,12 +221,18 @@ KINDS: Final[dict[str, Kind]] = {
 }
 
 
-def write_tasks(directory: Path, *, images: Mapping[str, str] | None = None) -> dict[str, str]:
+def write_tasks(
+    directory: Path,
+    *,
+    images: Mapping[str, str] | None = None,
+    publish: Callable[[str, str], str] = lambda _, reference: reference,
+) -> dict[str, str]:
     """Write the tasks and their images.
 
     Args:
         directory: The tasks come into `tasks` there.
         images: References of further images, by their names.
+        publish: Has an image, by its name and reference, where machines can have it; returns its reference there.
 
     Returns:
         Why tasks are left out, by their names.
@@ -236,7 +242,7 @@ def write_tasks(directory: Path, *, images: Mapping[str, str] | None = None) -> 
     for name, kind in KINDS.items():
         try:
             if kind.image not in made:
-                made[kind.image] = _image(kind.image, directory / "images" / kind.image)
+                made[kind.image] = publish(kind.image, _image(kind.image, directory / "images" / kind.image))
         except Impossible as problem:
             left[name] = str(problem)
             continue
