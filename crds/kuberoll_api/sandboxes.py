@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
 
 BROKER_VARIABLE: Final = "KUBEROLL_SANDBOX_BROKER"
@@ -77,7 +77,17 @@ Pod Security admits them at level `baseline`.
 SandboxName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")]
 WorkerName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
 _Seconds = Annotated[float, Field(gt=0, le=604_800.0)]
-_Text = Annotated[str, StringConstraints(max_length=262_144)]
+_MOST_BYTES: Final = 130_000
+
+
+def _is_passed(text: str) -> str:
+    """Check that a program can be given a text: Linux passes no argument, and no variable, of 128 KiB."""
+    if (size := len(text.encode(errors="surrogatepass"))) > _MOST_BYTES:
+        raise ValueError(f"{size} bytes, and Linux passes at most {_MOST_BYTES}: the sandbox has too many variables")
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_is_passed)]
 
 
 class _Message(BaseModel):
