@@ -43,7 +43,7 @@ _COPY: Final = (
 )
 _LOST_NODE: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _LOST_NODE_SECONDS: Final = 15
-_COPY_RESOURCES: Final = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
+_COPY_MILLICORES: Final = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,10 @@ def build_pod(sandbox: str, request: SandboxRequest, context: PodContext, *, use
             "containers": [_main(request, options, context)],
             "enableServiceLinks": False,
             "hostname": "sandbox",
-            "initContainers": [_runtime(context), *([_identity(request, context)] if request.identify else [])],
+            "initContainers": [
+                _runtime(request, context),
+                *([_identity(request, context)] if request.identify else []),
+            ],
             "restartPolicy": "Never",
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
             "terminationGracePeriodSeconds": _GRACE_SECONDS,
@@ -196,7 +199,7 @@ def _main(request: SandboxRequest, options: Sandbox, context: PodContext) -> Obj
     return made
 
 
-def _runtime(context: PodContext) -> Object:
+def _runtime(request: SandboxRequest, context: PodContext) -> Object:
     """Brings the programs of the server inside, of the workers' release."""
     security: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "runAsNonRoot": True}
     ids = {"runAsUser": context.run_as_user, "runAsGroup": context.run_as_group}
@@ -205,7 +208,7 @@ def _runtime(context: PodContext) -> Object:
         "name": RUNTIME_CONTAINER,
         "image": context.job.spec.workers.image or context.worker_image,
         "command": ["sh", "-c", _COPY],
-        "resources": _COPY_RESOURCES,
+        "resources": _copy_resources(request),
         "securityContext": security,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": _RUNTIME_VOLUME, "mountPath": sandboxes.RUNTIME_DIRECTORY}],
@@ -219,7 +222,7 @@ def _identity(request: SandboxRequest, context: PodContext) -> Object:
         "name": IDENTITY_CONTAINER,
         "command": [_plain(word) for word in request.identify],
         "env": [{"name": name, "value": ""} for name in ("GLIBC_TUNABLES", "LD_AUDIT", "LD_PRELOAD")],
-        "resources": _COPY_RESOURCES,
+        "resources": _copy_resources(request),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
@@ -240,7 +243,7 @@ def _pull_policy(context: PodContext) -> Object:
 def _resources(request: SandboxRequest, options: Sandbox) -> Object:
     """Limits are the request's; what is reserved is the job's to say, and by Kubernetes' rule else the limit."""
     limits = {
-        "cpu": None if request.cpus is None else f"{math.ceil(request.cpus * 1000)}m",
+        "cpu": None if request.cpus is None else f"{_millicores(request.cpus)}m",
         "memory": _bytes(request.memory),
         "ephemeral-storage": _bytes(request.storage),
     }
@@ -251,6 +254,19 @@ def _resources(request: SandboxRequest, options: Sandbox) -> Object:
         if (limit := found["limits"].get(name)) is None or number_of(amount) <= number_of(limit)
     }
     return {kind: amounts for kind, amounts in found.items() if amounts}
+
+
+def _copy_resources(request: SandboxRequest) -> Object:
+    """Of what runs before the sandbox: with a limit of processors where that has one, as quotas of limits want it."""
+    requests, limits = {"cpu": f"{_COPY_MILLICORES}m", "memory": "64Mi"}, {"memory": "256Mi"}
+    if request.cpus is not None:
+        millicores = _millicores(request.cpus)
+        requests["cpu"], limits["cpu"] = f"{min(_COPY_MILLICORES, millicores)}m", f"{millicores}m"
+    return {"requests": requests, "limits": limits}
+
+
+def _millicores(cpus: float) -> int:
+    return math.ceil(cpus * 1000)
 
 
 def _bytes(count: int | None) -> str | None:

@@ -65,6 +65,16 @@ def test_one_that_starts_on_a_lost_node_is_given_up_soon_unless_the_job_says_oth
         assert [item.get("tolerationSeconds") for item in spec["tolerations"]] == seconds
 
 
+@pytest.mark.parametrize(("cpus", "wanted", "limit"), [(None, "50m", None), (0.02, "20m", "20m"), (4, "50m", "4000m")])
+def test_what_runs_before_a_sandbox_is_limited_where_that_is(
+    cpus: float | None, wanted: str, limit: str | None
+) -> None:
+    # A quota of `limits.cpu` admits no pod of which a container has none.
+    for container in build_pod("sb", request(cpus=cpus), context())["spec"]["initContainers"]:
+        assert container["resources"]["requests"]["cpu"] == wanted
+        assert container["resources"]["limits"].get("cpu") == limit
+
+
 def test_there_is_no_golden_pod_of_nothing() -> None:
     assert {path.stem for path in GOLDEN.glob("*.yaml")} == set(CASES)
 
@@ -158,7 +168,8 @@ def test_what_the_job_allows_is_not_refused() -> None:
         {"network": "Host"},
         {"lease_seconds": float("inf")},
         {"total_seconds": 1e9},
-        {"variables": {"A": "x" * 300_000}},
+        {"variables": {"A": "ü" * 65_001}},
+        {"command": ["x" * 130_001]},
         {"variables": {str(number): "" for number in range(65)}},
     ],
 )
