@@ -42,6 +42,7 @@ class FakeBroker:
     def __init__(self, **answers: Any) -> None:
         self.answers = answers
         self.asked: list[tuple[str, str, Any]] = []
+        self.waits: list[str | None] = []
         self.changed = asyncio.Event()
 
     async def until(self, holds: Callable[[], object]) -> None:
@@ -61,6 +62,7 @@ class FakeBroker:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         text = await request.text()
         self.asked.append((request.method, request.path, json.loads(text) if text else None))
+        self.waits.append(request.query.get("wait"))
         self.changed.set()
         assert request.headers["Authorization"] == "Bearer secret"
         kind = "renew" if "/workers/" in request.path else request.method.lower()
@@ -173,6 +175,16 @@ async def test_a_start_that_takes_too_long_says_what_it_waits_for(answer: Any, w
         assert words in str(raised.value)
         # A broker that answers at once is not asked without a pause.
         assert len(fake.asked) < 15
+
+
+async def test_what_a_start_waits_for_is_known_before_its_time_is_over() -> None:
+    fake = FakeBroker(put=[None, waiting("quota")])
+    async with fake.serving() as url, driver_of(url) as driver:
+        with pytest.raises(SandboxUnavailable, match="quota"):
+            await driver.create("sb-1", SandboxSpec(image="a", start_seconds=1))
+    # It was heard of once, and then waits as long as it may.
+    first, second, third, *_ = fake.waits
+    assert (first, second, third) == ("5", "5", "20")
 
 
 async def test_a_start_that_is_cancelled_is_given_back() -> None:
@@ -299,6 +311,7 @@ async def test_a_machine_of_any_name_is_a_worker(host: str, monkeypatch: pytest.
         ({"image": "x" * 2000}, "image: "),
         ({"memory": 0}, "memory: "),
         ({"environment": {"A": "x" * 300_000}}, "variables"),
+        ({"environment": {"A": "x" * 64_000, "B": "ü" * 11_000}}, r"variables.*Linux passes at most 130000"),
     ],
 )
 async def test_what_no_broker_takes_is_not_asked_for(fields: dict[str, Any], words: str) -> None:

@@ -77,7 +77,8 @@ class BrokerRoutes:
             context = self._jobs.usable(job)
         except UnusableJob as error:
             return _answer(SandboxAnswer(state="Refused", reason=str(error)))
-        return _answer(await self._broker.want(name, wanted, context, seconds=WAIT_SECONDS))
+        seconds = max(0.0, min(WAIT_SECONDS, float(request.query.get("wait", WAIT_SECONDS))))
+        return _answer(await self._broker.want(name, wanted, context, seconds=seconds))
 
     async def _release(self, request: web.Request, _: Object) -> web.StreamResponse:
         await self._broker.release(_NAME.validate_python(request.match_info["name"]), _job(request))

@@ -122,6 +122,18 @@ async def test_a_worker_has_a_sandbox_and_gives_it_back(tmp_path: Path) -> None:
         assert await task == 0
 
 
+async def test_whoever_waits_hears_what_for_when_it_wants_to(tmp_path: Path) -> None:
+    server = Emulator()
+    token = put_job(server)
+    async with server.running(tmp_path) as kubeconfig, broker(kubeconfig) as (_, url, _), worker(url, token) as client:
+        await until_ready(url)
+        # Whoever could wait for longer would have to be waited for when the broker ends.
+        for wait in (0.0, -1.0, 0.01):
+            answer = await client.want("sb-1", request(), wait=wait)
+            assert answer.state == "Waiting"
+            assert answer.reason
+
+
 async def test_what_a_watch_missed_is_made_up_for(tmp_path: Path) -> None:
     server = Emulator()
     token = put_job(server)

@@ -64,14 +64,17 @@ class BrokerClient:
         """
         await self._request("GET", "")
 
-    async def want(self, name: str, request: SandboxRequest) -> SandboxAnswer:
+    async def want(self, name: str, request: SandboxRequest, *, wait: float = WAIT_SECONDS) -> SandboxAnswer:
         """Ask for a sandbox, or go on asking.
+
+        Args:
+            wait: Seconds after which the broker says what it waits for; at most `WAIT_SECONDS`.
 
         Raises:
             SandboxUnavailable, BrokerUnreachable: As for `check`.
         """
         body = request.model_dump_json(by_alias=True, exclude_defaults=True)
-        text = await self._request("PUT", f"/sandboxes/{name}", body, seconds=WAIT_SECONDS + _SECONDS)
+        text = await self._request("PUT", f"/sandboxes/{name}?wait={wait:g}", body, seconds=wait + _SECONDS)
         try:
             return SandboxAnswer.model_validate_json(text)
         except ValidationError as error:

@@ -23,6 +23,7 @@ from kuberoll_api.sandboxes import (
     PLACEMENT_VARIABLE,
     RENEW_SECONDS,
     SANDBOX_PORT,
+    WAIT_SECONDS,
     Placement,
     SandboxAnswer,
     SandboxRequest,
@@ -45,6 +46,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 # One who is told that the container runs may be faster than its server.
 _ATTEMPT_SECONDS: Final = 2.0
 _FIRST_SECONDS: Final = 60.0
+# Most have started by then; what the others wait for is known, however short their time is.
+_FIRST_WAIT: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -188,14 +191,15 @@ class PodDriver:
 
     async def _address(self, ready: _Ready, name: str, request: SandboxRequest, said: _Said) -> str:
         """Where the server of a sandbox is, once its pod runs."""
-        pause = _FIRST_PAUSE
+        pause, wait = _FIRST_PAUSE, _FIRST_WAIT
         while True:
             began = time.monotonic()
             try:
-                answer = await ready.client.want(name, request)
+                answer = await ready.client.want(name, request, wait=wait)
             except BrokerUnreachable as error:
                 said.text = str(error)
             else:
+                wait = WAIT_SECONDS
                 if (address := _decided(name, request.image, answer)) is not None:
                     return address
                 if answer.reason != said.text:
