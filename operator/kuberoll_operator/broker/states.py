@@ -18,6 +18,15 @@ _NO_SUCH_IMAGE: Final = re.compile(
     r"unauthorized|forbidden|invalid reference|no match for platform",
     re.IGNORECASE,
 )
+# A container that its node cannot make, or could not start, for what its image or its pod says of it.
+_UNMADE: Final = frozenset({"CreateContainerConfigError", "CreateContainerError"})
+_NEVER_MADE: Final = re.compile(
+    r"no users found|no groups found|unable to find (?:user|group)|no matching entries in|runAsNonRoot and image"
+)
+_NEVER_STARTED: Final = re.compile(
+    r"not a directory|no such file or directory|not found in \$PATH|permission denied|exec format error|"
+    r"argument list too long|must be an absolute path|environment variable name|too many levels of symbolic links"
+)
 # Names may consist of any words; messages have them in quotation marks, and without their registry, too.
 _QUOTED: Final = re.compile(r'"[^"]*"')
 _USER: Final = re.compile("[0-9]+:[0-9]+")
@@ -29,7 +38,7 @@ def answer_of(pod: Mapping[str, Any]) -> SandboxAnswer:
     metadata, status = pod["metadata"], pod.get("status") or {}
     phase = status.get("phase")
     if phase in ("Failed", "Succeeded"):
-        return _answer("Ended", _end(status))
+        return _answer("Refused" if _never_started(status) else "Ended", _end(status))
     if metadata.get("deletionTimestamp"):
         return _answer("Ended", f"its pod is being deleted{_disruption(status)}")
     if (refused := _refusal(status)) is not None:
@@ -40,7 +49,7 @@ def answer_of(pod: Mapping[str, Any]) -> SandboxAnswer:
         state = container.get("state") or {}
         if state.get("terminated"):
             # The pod's phase follows later.
-            return _answer("Ended", _end(status))
+            return _answer("Refused" if _never_started(status) else "Ended", _end(status))
         if state.get("running"):
             if address := status.get("podIP"):
                 host = f"[{address}]" if ":" in address else address
@@ -101,7 +110,19 @@ def _refusal(status: Mapping[str, Any]) -> str | None:
                 f"the node cannot have the image {image} of container {container.get('name')} ({reason}): {message}; a "
                 "private registry needs imagePullSecrets in sandbox.podTemplate"
             )
+        if reason in _UNMADE and _NEVER_MADE.search(message):
+            return f"the node cannot make container {container.get('name')} of {image} ({reason}): {message}"
     return None
+
+
+def _never_started(status: Mapping[str, Any]) -> bool:
+    """True if a sandbox never ran, and would not in another pod either."""
+    for container in _all(status):
+        ended = (container.get("state") or {}).get("terminated") or {}
+        if ended.get("reason") == "StartError" and _NEVER_STARTED.search(str(ended.get("message") or "")):
+            # What is beside it is none of its business.
+            return container.get("name") in (CONTAINER, IDENTITY_CONTAINER)
+    return False
 
 
 def _is_missing(image: str, message: str) -> bool:

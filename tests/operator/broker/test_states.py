@@ -46,13 +46,13 @@ EXPECTED = {
     "broken-registry": ("Waiting", "503 Service Unavailable"),
     # Whatever an image is called, its registry did not answer.
     "forbidden-fruit": ("Waiting", "connection refused"),
-    "root-refused": ("Waiting", "container sandbox: CreateContainerConfigError: container has runAsNonRoot and image"),
+    "root-refused": ("Refused", "the node cannot make container sandbox of localhost/busybox:1"),
     "out-of-memory": ("Ended", "container sandbox: OOMKilled, exit code 137"),
     "late": ("Ended", "DeadlineExceeded; Pod was active on the node longer than the specified deadline"),
     "init-failed": ("Ended", "container runtime: Error, exit code 3, no room"),
     "ended": ("Ended", "container sandbox: Completed, exit code 0"),
     "failed": ("Ended", "container sandbox: Error, exit code 4, the sandbox ends: a reason"),
-    "no-program": ("Ended", 'exec: "/no/such": stat /no/such: no such file or directory'),
+    "no-program": ("Refused", 'exec: "/no/such": stat /no/such: no such file or directory'),
     "leaving": ("Ended", "its pod is being deleted"),
 }
 
@@ -119,6 +119,57 @@ def test_a_registry_says_whether_it_is_worth_waiting(message: str, state: str) -
 )
 def test_words_in_an_images_name_say_nothing(image: str, shape: str) -> None:
     assert answer_of(pull("ImagePullBackOff", shape.format(image), image)).state == "Waiting"
+
+
+def start_error(message: str, name: str = "sandbox") -> Object:
+    """A pod of which a container could not be started."""
+    pod = recorded("no-program")
+    [container] = pod["status"]["containerStatuses"]
+    container["state"]["terminated"]["message"] = message
+    container["name"] = name
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("message", "state"),
+    [
+        # Messages of runc, after `failed to create containerd task: failed to create shim task: OCI runtime create`.
+        ("error during container init: mkdir /etc/passwd: not a directory: unknown", "Refused"),
+        ("runc create failed: Cwd must be an absolute path: unknown", "Refused"),
+        ('error during container init: environment variable name can\'t be empty: "=x": unknown', "Refused"),
+        ("exec /.kuberoll/ld: exec format error", "Refused"),
+        ("context deadline exceeded: unknown", "Ended"),
+        ("error during container init: write /proc/self/attr/keycreate: cannot allocate memory", "Ended"),
+        ("mkdir /run/containerd/io.containerd.runtime.v2.task/k8s.io/1: no space left on device", "Ended"),
+    ],
+)
+def test_what_could_not_be_started_and_never_will_is_no_loss(message: str, state: str) -> None:
+    pod = start_error(message)
+    assert answer_of(pod).state == state
+    # The status of the container comes before the pod's phase.
+    pod["status"]["phase"] = "Running"
+    assert answer_of(pod).state == state
+
+
+def test_what_could_not_be_started_beside_a_sandbox_is_not_its_end() -> None:
+    assert answer_of(start_error("not a directory", "beside")).state == "Ended"
+
+
+@pytest.mark.parametrize(
+    ("message", "state"),
+    [
+        ("failed to create containerd container: mount callback failed on /tmpmounts/1: no users found", "Refused"),
+        ("unable to find user nosuch: no matching entries in passwd file", "Refused"),
+        ('failed to reserve container name "a": name "a" is reserved', "Waiting"),
+        ("context deadline exceeded", "Waiting"),
+    ],
+)
+def test_a_node_says_whether_a_container_can_ever_be_made(message: str, state: str) -> None:
+    pod = recorded("root-refused")
+    pod["status"]["containerStatuses"][0]["state"]["waiting"] = {"reason": "CreateContainerError", "message": message}
+    answer = answer_of(pod)
+    assert answer.state == state
+    assert message in answer.reason
 
 
 def test_what_is_told_of_the_image_is_read() -> None:
