@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, StringConstraints
 from pydantic.alias_generators import to_camel
 
 BROKER_VARIABLE: Final = "KUBEROLL_SANDBOX_BROKER"
@@ -36,7 +36,7 @@ TOKEN_SCOPE: Final = "sandboxes"
 """What the token is derived for, beside the scopes of the policy."""
 
 PLACEMENT_VARIABLE: Final = "KUBEROLL_SANDBOX_PLACEMENT"
-"""Variable of workers with a `Placement`, as JSON: the nodes that their job has quota for; unset: all."""
+"""Variable of workers with `Placements`, as JSON: the nodes that their job has quota on; unset: all."""
 
 BROKER_PORT: Final = 8790
 """Port of the broker."""
@@ -104,6 +104,10 @@ class Placement(_Message):
 
     node_selector: dict[str, str] = Field(default_factory=dict, max_length=64)
     tolerations: list[dict[str, Any]] = Field(default_factory=list, max_length=64)
+
+
+class Placements(RootModel[dict[str, Placement]]):
+    """Nodes of the sandboxes of each environment, by its name; of one that is not named, all."""
 
 
 class SandboxRequest(_Message):

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from decimal import Decimal
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kuberoll_api import sandboxes
 from kuberoll_operator import names, render
 from kuberoll_operator.backends import BACKENDS
+from kuberoll_operator.broker.pod import PodContext, build_pod, problem
 from kuberoll_operator.facts import child_refs, compute_facts, spec_problem
 from kuberoll_operator.model import Object, Plan
 from kuberoll_operator.plan import plan
+from kuberoll_operator.quantities import number_of
 from kuberoll_operator.render.context import Assignment, RenderContext
+from kuberoll_operator.render.demand import demand
+from kuberoll_operator.render.workload import PodSet
 from kuberoll_operator.settings import Settings
 from kuberoll_workers.sandboxes import drivers
 from tests.operator import support
@@ -109,13 +117,207 @@ def test_a_job_without_sandboxes_has_nothing_of_it() -> None:
     assert not [item for item in render.build_network_policies(made) if "sandbox" in item["metadata"]["name"]]
 
 
+def placements(made: RenderContext) -> dict[str, sandboxes.Placement]:
+    """Where the workers are told that sandboxes may be, by their environment."""
+    found = variables(render.build_workers_job(made, suspend=False)).get(sandboxes.PLACEMENT_VARIABLE)
+    return {} if found is None else sandboxes.Placements.model_validate_json(found["value"]).root
+
+
 def test_sandboxes_go_where_their_quota_is() -> None:
     toleration = {"key": "pool", "operator": "Exists"}
     granted = Assignment(count=4, node_selector={"pool": "cpu"}, tolerations=[toleration])
-    made = context(assignments={"sandboxes": granted})
-    text = variables(render.build_workers_job(made, suspend=False))[sandboxes.PLACEMENT_VARIABLE]["value"]
-    found = sandboxes.Placement.model_validate_json(text)
+    [(name, found)] = placements(context(assignments={"sandboxes": granted})).items()
+    assert name == "harbor"
     assert (found.node_selector, found.tolerations) == ({"pool": "cpu"}, [toleration])
+
+
+def sized(cpu: str, memory: str, *, name: str = "harbor", **sandbox: Any) -> dict[str, Any]:
+    """An environment whose sandboxes may be so large."""
+    given = environment(resources={"limits": {"cpu": cpu, "memory": memory}}, **sandbox)
+    return {**given, "name": name}
+
+
+def asked(item: PodSet) -> Object:
+    """What a pod set asks for, for its main container."""
+    [found] = [each for each in item.template["spec"]["containers"] if each["name"] == sandboxes.CONTAINER]
+    return dict(found["resources"]["requests"])
+
+
+def test_sandboxes_that_may_be_on_the_same_nodes_ask_for_the_largest_together() -> None:
+    secrets = {"spec": {"imagePullSecrets": [{"name": "registry"}], "hostUsers": False}}
+    made = context(sized("2", "1Gi"), sized("1", "4Gi", name="other", podTemplate=secrets))
+    [pods] = render.sandbox_pod_sets(made)
+    assert (pods.name, asked(pods)) == ("sandboxes", {"cpu": "2000m", "memory": "4096Mi"})
+
+
+def test_a_request_that_is_not_said_is_the_limit() -> None:
+    one = sized("1", "1Gi")
+    other = {**sized("4", "1Gi", name="other"), "sandbox": {**sized("4", "1Gi")["sandbox"]}}
+    other["sandbox"]["resources"] = {**other["sandbox"]["resources"], "requests": {"cpu": "10m"}}
+    [pods] = render.sandbox_pod_sets(context(one, other))
+    assert asked(pods)["cpu"] == "1000m"
+
+
+def test_sandboxes_on_different_nodes_ask_apart_and_each_goes_to_its_own() -> None:
+    here, there = ({"spec": {"nodeSelector": {"disk": disk}}} for disk in ("ssd", "hdd"))
+    made = context(
+        sized("1", "1Gi", podTemplate=here),
+        sized("2", "2Gi", name="second", podTemplate=there),
+        sized("3", "1Gi", name="third", podTemplate=here),
+    )
+    found = render.sandbox_pod_sets(made)
+    assert [(item.name, item.template["spec"]["nodeSelector"]["disk"], asked(item)["cpu"]) for item in found] == [
+        ("sandboxes", "ssd", "3000m"),
+        ("sandboxes-1", "hdd", "2000m"),
+    ]
+    assert {item.pods for item in found} == {min(made.job.spec.workers.replicas, 4) * made.job.spec.rollout.concurrency}
+    granted = {item.name: Assignment(node_selector={"flavor": item.name}) for item in found}
+    assert {name: place.node_selector["flavor"] for name, place in placements(context_of(made, granted)).items()} == {
+        "harbor": "sandboxes",
+        "second": "sandboxes-1",
+        "third": "sandboxes",
+    }
+
+
+def context_of(made: RenderContext, assignments: dict[str, Assignment]) -> RenderContext:
+    return dataclasses.replace(made, assignments=assignments)
+
+
+LABELS = st.dictionaries(st.sampled_from(["disk", "pool", "zone"]), st.sampled_from(["a", "b"]), max_size=3)
+TOLERATIONS = st.lists(
+    st.fixed_dictionaries(
+        {"key": st.sampled_from(["disk", "pool", "node.kubernetes.io/not-ready"])},
+        optional={"operator": st.just("Exists"), "effect": st.sampled_from(["NoSchedule", "NoExecute"])},
+    ),
+    max_size=3,
+    unique_by=repr,
+)
+AFFINITY = st.builds(
+    lambda key, value: {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]}]
+            }
+        }
+    },
+    st.sampled_from(["disk", "zone"]),
+    st.sampled_from(["a", "b"]),
+)
+SPREAD = st.just([{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}])
+SIDECAR = {"name": "log", "image": "example.org/log:1", "resources": {"requests": {"cpu": "100m", "memory": "32Mi"}}}
+SETUP = {"name": "setup", "image": "example.org/setup:1", "resources": {"requests": {"cpu": "3", "memory": "128Mi"}}}
+SPECS = st.fixed_dictionaries(
+    {},
+    optional={
+        "affinity": AFFINITY,
+        "containers": st.sampled_from(
+            [[SIDECAR], [{"name": "sandbox", "resources": {"requests": {"nvidia.com/gpu": "1"}}}]]
+        ),
+        "initContainers": st.sampled_from([[SETUP], [{"name": "runtime", "resources": {"requests": {"cpu": "2"}}}]]),
+        "nodeSelector": LABELS,
+        "overhead": st.just({"cpu": "250m"}),
+        "priorityClassName": st.just("low"),
+        "schedulerName": st.just("bin-packer"),
+        "tolerations": TOLERATIONS,
+        "topologySpreadConstraints": SPREAD,
+    },
+)
+
+
+def reserved(spec: Object) -> dict[str, Decimal]:
+    """What a scheduler takes a pod to need: all containers together, or an init container that needs more.
+
+    https://kubernetes.io/docs/concepts/workloads/pods/init-containers/#resource-sharing-within-containers
+    """
+
+    def of(container: Object) -> dict[str, Decimal]:
+        given = container.get("resources", {})
+        amounts = {**given.get("limits", {}), **given.get("requests", {})}
+        return {name: number_of(amount) for name, amount in amounts.items()}
+
+    together, first = list(map(of, spec["containers"])), list(map(of, spec["initContainers"]))
+    return {
+        name: max(
+            sum((item.get(name, Decimal(0)) for item in together), Decimal(0)),
+            *(item.get(name, Decimal(0)) for item in first),
+        )
+        for item in (*together, *first)
+        for name in item
+    }
+
+
+def text_of(item: Object) -> str:
+    return json.dumps(item, sort_keys=True)
+
+
+def placed(spec: Object) -> Object:
+    """All that a scheduler reads of where a pod may be, in no order."""
+    found = {name: value for name, value in demand({"spec": spec})["spec"].items() if "ontainers" not in name}
+    return {**found, "tolerations": sorted(map(text_of, found["tolerations"]))}
+
+
+@given(
+    over=SPECS,
+    runtime=st.sampled_from([None, "gvisor"]),
+    flavor=st.tuples(LABELS, TOLERATIONS),
+    share=st.floats(0.01, 1),
+    identify=st.booleans(),
+    storage=st.booleans(),
+    requests=st.sampled_from([{}, {"cpu": "10m"}, {"cpu": "1", "memory": "1Gi"}]),
+)
+def test_a_pod_set_agrees_with_the_broker_s_pods(
+    over: Object,
+    runtime: str | None,
+    flavor: tuple[dict[str, str], list[Object]],
+    share: float,
+    identify: bool,
+    storage: bool,
+    requests: dict[str, str],
+) -> None:
+    """It asks for the nodes that each pod may be on, and for as much as the largest one."""
+    limits = {"cpu": "2", "memory": "3Gi", **({"ephemeral-storage": "10Gi"} if storage else {})}
+    options = {"resources": {"limits": limits, "requests": requests}, "podTemplate": {"spec": over}}
+    made = context(environment(**options, **({"runtimeClassName": runtime} if runtime else {})))
+    [pods] = render.sandbox_pod_sets(made)
+    template = pods.template["spec"]
+    selector, tolerations = flavor
+    [place] = placements(
+        context_of(made, {pods.name: Assignment(node_selector=selector or {"x": "y"}, tolerations=tolerations)})
+    ).values()
+
+    def pod(part: float, placement: sandboxes.Placement) -> Object:
+        request = sandboxes.SandboxRequest(
+            environment="harbor",
+            worker="a-worker",
+            image="debian:bookworm",
+            command=["server"],
+            identify=["identify"] if identify else [],
+            cpus=2 * part,
+            memory=int((3 << 30) * part),
+            storage=int((10 << 30) * part) if storage else None,
+            placement=placement,
+        )
+        whose = PodContext(job=made.job, uid=made.uid, namespace=made.namespace, worker_image="example.org/worker:1")
+        assert problem(request, whose) is None
+        return dict(build_pod("one", request, whose)["spec"])
+
+    largest = pod(1, sandboxes.Placement())
+    assert placed(largest) == placed(template)
+    assert reserved(largest) == reserved(template)
+    smaller = pod(share, place)
+    assert reserved(smaller).keys() <= reserved(template).keys()
+    assert all(amount <= reserved(template)[name] for name, amount in reserved(smaller).items())
+    # What the admission adds is added to both, and nothing that the pod set asked for is lost.
+    assert smaller["nodeSelector"] == {**template.get("nodeSelector", {}), **place.node_selector}
+    added = map(text_of, place.tolerations)
+    lost = {"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"}
+    assert {text for text in placed(smaller)["tolerations"] if not any(name in text for name in lost)} == {
+        text for text in (*placed(template)["tolerations"], *added) if not any(name in text for name in lost)
+    }
+    given, wanted = placed(smaller), placed(template)
+    assert {name: given[name] for name in wanted if name not in ("nodeSelector", "tolerations")} == {
+        name: value for name, value in wanted.items() if name not in ("nodeSelector", "tolerations")
+    }
 
 
 def test_only_sandboxes_with_a_network_reach_something_and_never_what_is_left_out() -> None:

@@ -252,6 +252,7 @@ async def test_images_of_this_machine_are_refused_with_the_way_out(image: str) -
 
 async def test_what_is_asked_for_is_what_was_meant() -> None:
     placement = {"nodeSelector": {"pool": "spot"}, "tolerations": [{"key": "spot"}]}
+    placements = {"tasks": placement, "others": {"nodeSelector": {"pool": "another"}}}
     spec = SandboxSpec(
         image="example.org/task:1",
         cpus=1.5,
@@ -266,7 +267,7 @@ async def test_what_is_asked_for_is_what_was_meant() -> None:
         total_seconds=3600,
     )
     fake = FakeBroker(put={"state": "Refused", "reason": ""})
-    async with fake.serving() as url, driver_of(url, **{PLACEMENT_VARIABLE: json.dumps(placement)}) as driver:
+    async with fake.serving() as url, driver_of(url, **{PLACEMENT_VARIABLE: json.dumps(placements)}) as driver:
         for wanted in (spec, SPEC):
             with pytest.raises(SandboxUnavailable):
                 await driver.create("sb-1", wanted)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_api.sandboxes import CONTAINER
-from kuberoll_operator.model import Object
-from kuberoll_operator.quantities import number_of
 from kuberoll_operator.render.context import RenderContext
-from kuberoll_operator.render.sandboxes import POD_SET, sandboxed
+from kuberoll_operator.render.sandbox_pods import sandbox_pods
+from kuberoll_operator.render.sandboxes import sandboxed
 from kuberoll_operator.render.workload import PodSet
 
 
 def sandbox_pod_sets(context: RenderContext) -> list[PodSet]:
-    """Pod set of the sandboxes: as many as there are trajectories at a time, each as large as the job's largest."""
-    options = [sandbox for _, sandbox in sandboxed(context.job)]
-    if not options:
-        return []
-    largest: dict[str, Any] = {}
-    for sandbox in options:
-        for name, amount in {**sandbox.resources.limits, **sandbox.resources.requests}.items():
-            if name not in largest or number_of(amount) > number_of(largest[name]):
-                largest[name] = amount
-    container: Object = {"name": CONTAINER, "image": "sandbox", "resources": {"requests": largest}}
+    """Pod sets of the sandboxes: one for each kind of nodes, of as many pods as there are trajectories at a time.
+
+    All trajectories may be of one environment, so that several pod sets have as many each.
+    """
     workers = min(context.job.spec.workers.replicas, context.shards)
-    return [PodSet(POD_SET, workers * context.job.spec.rollout.concurrency, {"spec": {"containers": [container]}})]
+    pods = workers * context.job.spec.rollout.concurrency
+    return [PodSet(item.name, pods, item.template) for item in sandbox_pods(context)]
 
 
 def quota_problem(job: RolloutJob) -> str | None:

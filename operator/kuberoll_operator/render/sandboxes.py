@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.sandboxes import Sandbox
@@ -16,15 +16,14 @@ from kuberoll_api.sandboxes import (
     TOKEN_SCOPE,
     TOKEN_VARIABLE,
     Placement,
+    Placements,
 )
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import digest
+from kuberoll_operator.render.sandbox_pods import sandbox_pods
 from kuberoll_operator.settings import Settings
-
-POD_SET: Final = "sandboxes"
-"""Name of the pod set of a job's sandboxes."""
 
 
 def sandboxed(job: RolloutJob) -> Iterator[tuple[int, Sandbox]]:
@@ -78,14 +77,18 @@ def sandbox_variables(context: RenderContext) -> list[dict[str, Any]]:
 
 
 def _placement(context: RenderContext) -> list[dict[str, Any]]:
-    """Variable with the nodes that the sandboxes' quota is on; none without a queue."""
-    assignment = context.assignments.get(POD_SET)
-    if assignment is None or not (assignment.node_selector or assignment.tolerations):
+    """Variable with the nodes that the sandboxes' quota is on, by their environment; none without a queue."""
+    placements: dict[str, Placement] = {}
+    for item in sandbox_pods(context) if context.assignments else []:
+        granted = context.assignments.get(item.name)
+        if granted is not None and (granted.node_selector or granted.tolerations):
+            placement = Placement(
+                node_selector=dict(granted.node_selector), tolerations=[dict(item) for item in granted.tolerations]
+            )
+            placements |= dict.fromkeys(item.environments, placement)
+    if not placements:
         return []
-    placement = Placement(
-        node_selector=dict(assignment.node_selector), tolerations=[dict(item) for item in assignment.tolerations]
-    )
-    return [{"name": PLACEMENT_VARIABLE, "value": placement.model_dump_json(by_alias=True)}]
+    return [{"name": PLACEMENT_VARIABLE, "value": Placements(placements).model_dump_json(by_alias=True)}]
 
 
 def _tokens(context: RenderContext) -> dict[str, str]:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
+from kuberoll_operator.render.demand import demand
 from kuberoll_operator.render.workers import build_workers_job
-
-# Fields that decide on which nodes a pod may run and what it uses there; a queue ignores variables and commands.
-_OF_PODS: Final = (
-    "affinity",
-    "nodeSelector",
-    "overhead",
-    "priorityClassName",
-    "resources",
-    "runtimeClassName",
-    "tolerations",
-    "topologySpreadConstraints",
-)
-_OF_CONTAINERS: Final = ("name", "image", "resources", "restartPolicy")
 
 
 class PodSet(NamedTuple):
@@ -55,7 +43,7 @@ def build_workload(
     child = context.child("kueue.x-k8s.io/v1beta2", "Workload", names.workload(context.name), names.QUOTA)
     child["spec"] = {
         "podSets": [
-            {"name": item.name, "count": item.pods, "template": _demand(item.template)}
+            {"name": item.name, "count": item.pods, "template": demand(item.template)}
             for item in (*engines, workers_pod_set(context))
         ],
         "queueName": queue,
@@ -70,14 +58,3 @@ def workers_pod_set(context: RenderContext) -> PodSet:
     """Pod set of the environment workers. There is always room for one: the finish pod takes its place at the end."""
     job = build_workers_job(context, suspend=True)
     return PodSet(names.WORKERS, max(1, job["spec"]["parallelism"]), job["spec"]["template"])
-
-
-def _demand(template: Mapping[str, Any]) -> Object:
-    """A pod template reduced to the fields that matter to a queue."""
-    spec = template["spec"]
-    found: Object = {key: spec[key] for key in _OF_PODS if key in spec}
-    for kind in ("initContainers", "containers"):
-        if spec.get(kind):
-            found[kind] = [{key: item[key] for key in _OF_CONTAINERS if key in item} for item in spec[kind]]
-    annotations = template.get("metadata", {}).get("annotations")
-    return {**({"metadata": {"annotations": annotations}} if annotations else {}), "spec": found}

@@ -25,6 +25,7 @@ from kuberoll_api.sandboxes import (
     SANDBOX_PORT,
     WAIT_SECONDS,
     Placement,
+    Placements,
     SandboxAnswer,
     SandboxRequest,
     WorkerSandboxes,
@@ -72,7 +73,8 @@ class PodDriver:
 
     def __init__(self, *, environment: str, variables: Mapping[str, str] | None = None) -> None:
         self._environment, self._variables = environment, os.environ if variables is None else variables
-        self._placement = Placement.model_validate_json(self._variables.get(PLACEMENT_VARIABLE) or "{}")
+        placements = Placements.model_validate_json(self._variables.get(PLACEMENT_VARIABLE) or "{}")
+        self._placement = placements.root.get(environment, Placement())
         # Of all processes that this pod's name may ever have.
         host = re.sub("[^-.a-z0-9]", "-", socket.gethostname().lower())[-48:].strip("-.")
         self._worker = f"{host or 'worker'}-{secrets.token_hex(4)}"

@@ -1,0 +1,126 @@
+"""Pods that trajectories' sandboxes will be, as far as a scheduler and a queue read them.
+
+A pod set's template agrees with each pod that the broker makes for it in all that decides on which nodes a pod may run:
+selectors, tolerations, affinity, RuntimeClass, spread, claims of devices. It reserves as much as the largest of them,
+init containers included. That holds since the broker's own rendering makes both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from kuberoll_api.model.environments import Environment
+from kuberoll_api.sandboxes import CONTAINER, SandboxRequest
+from kuberoll_operator.broker.pod import LEASE_ANNOTATION, PodContext, build_pod
+from kuberoll_operator.model import Object
+from kuberoll_operator.podtemplate import merge
+from kuberoll_operator.quantities import number_of
+from kuberoll_operator.render.context import RenderContext
+from kuberoll_operator.render.demand import demand
+
+POD_SET: Final = "sandboxes"
+"""Name of the first pod set of a job's sandboxes; those of others end with the number of their first environment."""
+
+# Each row may have its own.
+_IMAGE: Final = "sandbox"
+_AMOUNTS: Final = ("requests", "limits")
+
+
+class SandboxPods(NamedTuple):
+    """Sandboxes that differ in their size alone.
+
+    Attributes:
+        name: Name of their pod set.
+        environments: Names of the environments that they are of.
+        template: What they ask for: a pod template that is as large as the largest of them.
+    """
+
+    name: str
+    environments: tuple[str, ...]
+    template: Object
+
+
+def sandbox_pods(context: RenderContext) -> list[SandboxPods]:
+    """The kinds of pods of a job's sandboxes: environments whose pods may run on the same nodes have one together."""
+    found: list[SandboxPods] = []
+    for number, spec in _sandboxed(context):
+        made = _template(context, spec)
+        for index, other in enumerate(found):
+            if _without_size(other.template) == _without_size(made):
+                template = _as_large_as(other.template, made)
+                found[index] = SandboxPods(other.name, (*other.environments, spec.name), template)
+                break
+        else:
+            found.append(SandboxPods(f"{POD_SET}-{number}" if found else POD_SET, (spec.name,), made))
+    return found
+
+
+def _sandboxed(context: RenderContext) -> Iterator[tuple[int, Environment]]:
+    return ((number, spec) for number, spec in enumerate(context.job.spec.environments) if spec.sandbox is not None)
+
+
+def _template(context: RenderContext, spec: Environment) -> Object:
+    """The pod of the largest sandbox that an environment allows."""
+    assert spec.sandbox is not None
+    limits = {name: number_of(amount) for name, amount in spec.sandbox.resources.limits.items()}
+    largest = SandboxRequest(
+        environment=spec.name,
+        worker="worker",
+        image=_IMAGE,
+        command=["server"],
+        identify=["identify"],
+        cpus=float(limits["cpu"]) if "cpu" in limits else None,
+        memory=math.ceil(limits["memory"]) if "memory" in limits else None,
+        storage=math.ceil(limits["ephemeral-storage"]) if "ephemeral-storage" in limits else None,
+    )
+    settings = context.settings
+    pods = PodContext(
+        job=context.job,
+        uid=context.uid,
+        namespace=context.namespace,
+        worker_image=settings.worker_image,
+        image_pull_policy=settings.image_pull_policy,
+        run_as_user=settings.run_as_user,
+        run_as_group=settings.run_as_group,
+    )
+    pod = build_pod("sandbox", largest, pods)
+    annotations = {name: text for name, text in pod["metadata"]["annotations"].items() if name != LEASE_ANNOTATION}
+    asked = demand({"metadata": {"annotations": annotations}, "spec": pod["spec"]})
+    return _sized(asked, _reserved(_main(asked).get("resources") or {}))
+
+
+def _main(pod: Mapping[str, Any]) -> Object:
+    [found] = [item for item in pod["spec"]["containers"] if item["name"] == CONTAINER]
+    return dict(found)
+
+
+def _reserved(resources: Mapping[str, Any]) -> Object:
+    """With the requests that Kubernetes fills in: where there is none, the limit."""
+    limits = resources.get("limits") or {}
+    return {**resources, "requests": {**limits, **(resources.get("requests") or {})}}
+
+
+def _sized(template: Object, resources: Object) -> Object:
+    return merge(template, {"spec": {"containers": [{"name": CONTAINER, "resources": resources}]}})  # type: ignore[no-any-return]
+
+
+def _without_size(template: Object) -> Object:
+    containers = [
+        {**item, "resources": None} if item["name"] == CONTAINER else item for item in template["spec"]["containers"]
+    ]
+    return {**template, "spec": {**template["spec"], "containers": containers}}
+
+
+def _as_large_as(template: Object, other: Object) -> Object:
+    """A template that reserves the larger amount of each resource."""
+    ours, theirs = (_main(item)["resources"] for item in (template, other))
+    larger: Object = {}
+    for kind in _AMOUNTS:
+        amounts = dict(ours.get(kind) or {})
+        for name, amount in (theirs.get(kind) or {}).items():
+            if name not in amounts or number_of(amount) > number_of(amounts[name]):
+                amounts[name] = amount
+        larger |= {kind: amounts} if amounts else {}
+    return _sized(template, larger)
