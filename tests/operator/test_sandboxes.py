@@ -341,6 +341,21 @@ def test_only_sandboxes_with_a_network_reach_something_and_never_what_is_left_ou
     assert {"169.254.0.0/16", "10.0.0.0/8"} <= {*rule["to"][0]["ipBlock"]["except"]}
 
 
+def test_what_has_no_token_is_closed_to_sandboxes_of_all_jobs() -> None:
+    """One with network `All` reaches whatever does not refuse it."""
+    policies = {item["metadata"]["name"]: item["spec"] for item in render.build_network_policies(context())}
+    for name, port in (("puzzle-workers", 9464), ("puzzle-generation", 8080)):
+        [rule] = [
+            item for item in policies[name]["ingress"] if [one["port"] for one in item.get("ports", [])] == [port]
+        ]
+        [peer] = rule["from"]
+        [expression] = peer["podSelector"]["matchExpressions"]
+        assert peer["namespaceSelector"] == {}
+        assert expression["operator"] == "DoesNotExist"
+        assert expression["key"] in names.sandbox_labels("another", "open", "a-worker", "All")
+        assert expression["key"] not in names.labels("another", names.WORKERS)
+
+
 def test_a_policy_of_sandboxes_with_a_network_goes_when_none_may_have_one() -> None:
     live = support.child("NetworkPolicy", "puzzle-sandboxes-all")
     assert [item.name for item in decide(live, environments=[environment()]).delete] == ["puzzle-sandboxes-all"]

@@ -18,6 +18,13 @@ from kuberoll_operator.render.sandboxes import any_network, sandboxed
 from kuberoll_operator.render.servers import claimed, deployed, served, servers_of
 
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]
+# Metrics have no token, and what the policy runs has no business with them, whatever its sandbox may reach.
+_ALL_BUT_SANDBOXES: Final[list[Object]] = [
+    {
+        "namespaceSelector": {},
+        "podSelector": {"matchExpressions": [{"key": names.SANDBOX_JOB_LABEL, "operator": "DoesNotExist"}]},
+    }
+]
 # Link-local addresses: a cloud's credentials are served there.
 _NOWHERE: Final = {"0.0.0.0/0": ("169.254.0.0/16",), "::/0": ("fe80::/10", "fd00:ec2::/32")}
 # Where clouds hand out the identity of a pod's service account, by the scheme of the stores that are opened with it:
@@ -91,7 +98,7 @@ def _workers(context: RenderContext) -> Object:
         },
         "policyTypes": ["Egress", "Ingress"],
         "egress": egress,
-        "ingress": [{"ports": [tcp(contract.PROGRESS_PORT)], "from": _ANYWHERE_INSIDE}],
+        "ingress": [{"ports": [tcp(contract.PROGRESS_PORT)], "from": _ALL_BUT_SANDBOXES}],
     }
     return _policy(context, names.workers(context.name), names.WORKERS, spec)
 
@@ -119,7 +126,7 @@ def _generation(context: RenderContext) -> Object:
             {"ports": policy_ports(context), "from": [workers]},
             *_servers_with_policy(context),
             *access_rules(context),
-            {"ports": [tcp(contract.STATUS_PORT)], "from": _ANYWHERE_INSIDE},
+            {"ports": [tcp(contract.STATUS_PORT)], "from": _ALL_BUT_SANDBOXES},
             {"from": [own]},
             *context.hosting.visitors,
         ],
