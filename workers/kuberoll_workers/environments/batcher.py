@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from kuberoll_workers.environments.batches import AnyBatch, ResetBatch
+from kuberoll_workers.environments.batches import AnyBatch, PreparingBatch, ResetBatch
 from kuberoll_workers.environments.executor import Executor, SparingExecutor
 from kuberoll_workers.environments.outcome import EnvironmentFault, EpisodeLost, StepTimedOut
 
@@ -30,7 +30,7 @@ class _Waiting:
 
     __slots__ = ("future", "item", "kind")
 
-    def __init__(self, kind: type[AnyBatch], item: Any) -> None:
+    def __init__(self, kind: type[AnyBatch | PreparingBatch], item: Any) -> None:
         self.kind = kind
         self.item = item
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -103,6 +103,13 @@ class Batcher:
         (self._hanging if hung and self._spares else self._alone if alone else self._waiting).append(waiting)
         self._schedule()
         return await waiting.future
+
+    def post(self, kind: type[PreparingBatch], item: Any) -> asyncio.Future[Any]:
+        """Call the environment for one episode, before all calls that follow this one; its future has the result."""
+        waiting = _Waiting(kind, item)
+        self._waiting.append(waiting)
+        self._schedule()
+        return waiting.future
 
     async def close(self) -> None:
         """Stop the environment; waiting calls are cancelled."""

@@ -133,20 +133,56 @@ class ResetBatch:
         reset = getattr(environment, "reset", None)
         if reset is None:
             return [None] * len(self.episodes)
-        return reset(
-            [
-                replace(
-                    episode,
-                    messages=own_messages(episode.messages),
-                    metadata=own_copy(episode.metadata),
-                    tools=own_copy(episode.tools),
-                )
-                for episode in self.episodes
-            ]
-        )
+        return reset([_own_episode(episode) for episode in self.episodes])
 
     def split(self, returned: Any) -> list[EpisodeStart | EnvironmentFault]:
         return split_starts(returned, len(self.episodes))
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareBatch:
+    """Episodes that will begin."""
+
+    method: ClassVar[str] = "prepare"
+    shared: ClassVar[bool] = False
+
+    episodes: Sequence[Episode]
+
+    @classmethod
+    def of(cls, items: Sequence[Episode]) -> Self:
+        return cls(items)
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    def invoke(self, environment: Any) -> Any:
+        return environment.prepare([_own_episode(episode) for episode in self.episodes])
+
+    def split(self, returned: Any) -> list[EnvironmentFault | None]:  # noqa: ARG002 - nothing is expected
+        return [None] * len(self.episodes)
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardBatch:
+    """Names of episodes that were prepared, and do not begin or have ended."""
+
+    method: ClassVar[str] = "discard"
+    shared: ClassVar[bool] = False
+
+    names: Sequence[str]
+
+    @classmethod
+    def of(cls, items: Sequence[str]) -> Self:
+        return cls(items)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def invoke(self, environment: Any) -> Any:
+        return environment.discard(list(self.names))
+
+    def split(self, returned: Any) -> list[EnvironmentFault | None]:  # noqa: ARG002 - nothing is expected
+        return [None] * len(self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +241,17 @@ class GroupBatch:
 
 
 AnyBatch = StepBatch | ResetBatch | CloseBatch | GroupBatch
+PreparingBatch = PrepareBatch | DiscardBatch
+"""Batches that only executors of this process run."""
+
+
+def _own_episode(episode: Episode) -> Episode:
+    return replace(
+        episode,
+        messages=own_messages(episode.messages),
+        metadata=own_copy(episode.metadata),
+        tools=own_copy(episode.tools),
+    )
 
 
 def own_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -86,6 +86,17 @@ class SparingExecutor(Executor, Protocol):
         ...
 
 
+@runtime_checkable
+class PreparingExecutor(Executor, Protocol):
+    """An executor whose calls are made in one instance, in the order in which they are asked for, without waiting.
+
+    Attributes:
+        prepares: Whether an episode may be prepared by one call, and played by another.
+    """
+
+    prepares: bool
+
+
 def is_cancelled() -> bool:
     """True if the current task is being cancelled, False if foreign code raised CancelledError."""
     task = asyncio.current_task()

@@ -20,6 +20,8 @@ class Hooks(msgspec.Struct, array_like=True, frozen=True):
         recovery: How an episode goes on when its instance is gone.
         score_group: It scores prompt groups.
         declares_tools: `reset` declares tools in every episode.
+        prepare: It prepares episodes before they begin.
+        prepare_ahead: How many at most; None: it does not say.
     """
 
     reset: bool = False
@@ -28,6 +30,8 @@ class Hooks(msgspec.Struct, array_like=True, frozen=True):
     recovery: Recovery = "metadata"
     score_group: bool = False
     declares_tools: bool = False
+    prepare: bool = False
+    prepare_ahead: int | None = None
 
     @property
     def episodic(self) -> bool:
@@ -59,6 +63,8 @@ class Hooks(msgspec.Struct, array_like=True, frozen=True):
             recovery=recovery,
             score_group=_has(environment, "score_group"),
             declares_tools=getattr(environment, "declares_tools", False) is True,
+            prepare=_has(environment, "prepare"),
+            prepare_ahead=getattr(environment, "prepare_ahead", None),
         )
 
 

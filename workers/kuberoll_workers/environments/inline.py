@@ -45,6 +45,7 @@ class CoroutineExecutor:
     """
 
     batched = False
+    prepares = True
 
     def __init__(
         self, environment: Any, *, timeout: float, any_metadata: bool = False, shuts_down: bool = True

@@ -286,12 +286,15 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
             arguments that returns them.
         row_metadata: Fields of a dataset row's `metadata` that the environment reads, each with a few words, for
             `kuberoll env list`.
+        prepare_ahead: Maximum number of episodes that are prepared and have not begun, of one with `prepare`; 0: none;
+            None: a part of rollout.concurrency.
     """
 
     recovery: ClassVar[Recovery] = "metadata"
     declares_tools: ClassVar[bool] = False
     scoring_cases: ClassVar[Sequence[ScoringCase | Mapping[str, Any]] | Callable[..., Any]] = ()
     row_metadata: ClassVar[Mapping[str, str]] = {}
+    prepare_ahead: int | None = None
 
     @abc.abstractmethod
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
@@ -340,6 +343,26 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
             UnusableRow: A row's metadata is wrong.
         """
         return [None] * len(episodes)
+
+    def prepare(self, episodes: list[Episode]) -> None:
+        """Begin to get ready what episodes will need that begin next, while others run; optional.
+
+        It returns at once, and what takes time goes on by itself. Only of environments whose `step` is a coroutine
+        function, with isolation Inline. An episode begins whether or not it was prepared, and what failed here is done
+        again, and reported, then.
+
+        Args:
+            episodes: As their `reset` would be given them.
+        """
+
+    def discard(self, names: list[str]) -> None:
+        """Free what was prepared for episodes, as far as they have not used it; of all environments with `prepare`.
+
+        Called for each that was prepared: when it has ended, or as soon as it is known that it will not begin.
+
+        Args:
+            names: `Episode.id` of each.
+        """
 
     def close(self, episodes: list[EpisodeEnd]) -> None:
         """Free what episodes hold; optional.

@@ -178,6 +178,7 @@ class LoopExecutor:
     """
 
     batched = False
+    prepares = True
 
     def __init__(self, make: Callable[[], Any], environment: Any, *, timeout: float) -> None:
         """

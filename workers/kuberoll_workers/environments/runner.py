@@ -11,8 +11,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from kuberoll_workers.environments.batcher import Batcher
-from kuberoll_workers.environments.batches import CloseBatch, GroupBatch, ResetBatch, StepBatch, StepItem
-from kuberoll_workers.environments.executor import Executor
+from kuberoll_workers.environments.batches import (
+    CloseBatch,
+    DiscardBatch,
+    GroupBatch,
+    PrepareBatch,
+    ResetBatch,
+    StepBatch,
+    StepItem,
+)
+from kuberoll_workers.environments.executor import Executor, PreparingExecutor
 from kuberoll_workers.environments.hooks import NO_HOOKS, Hooks
 from kuberoll_workers.environments.interface import (
     ChatMessage,
@@ -67,7 +75,7 @@ class EnvironmentRunner:
         self._hooks: Hooks | None = None
         self._starting = asyncio.Lock()
         self._open: dict[str, _OpenEpisode] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Future[Any]] = set()
 
     @property
     def hooks(self) -> Hooks:
@@ -93,6 +101,28 @@ class EnvironmentRunner:
                         self._batchers = [Batcher(one, max_batch=1) for one in self._executor.instances()]
                     self._hooks = hooks
         return self._hooks
+
+    async def find_preparation(self) -> Hooks | None:
+        """Hooks of the environment, if it prepares episodes here; one that is not there yet is not created for that.
+
+        Raises:
+            EnvironmentFault: It could not be created.
+        """
+        if not (isinstance(self._executor, PreparingExecutor) and self._executor.prepares):
+            return None
+        hooks = await self.find_hooks()
+        return hooks if hooks.prepare and not hooks.stateful and hooks.prepare_ahead != 0 else None
+
+    def prepare(self, episode: Episode) -> None:
+        """Have what an episode needs prepared, which begins later; `find_preparation` says whether that can be."""
+        _log_fault(self._batchers[0].post(PrepareBatch, episode), f"episode {episode.id} could not be prepared")
+
+    def discard(self, name: str) -> None:
+        """Have what was prepared for an episode freed, unless it has used it."""
+        freed = self._batchers[0].post(DiscardBatch, name)
+        self._closing.add(freed)
+        freed.add_done_callback(self._closing.discard)
+        _log_fault(freed, f"what was prepared for episode {name} could not be freed")
 
     async def begin(self, episode: Episode) -> EpisodeStart:
         """Begin an episode. It is closed by `end`, and at once if it cannot be begun.
@@ -234,6 +264,14 @@ class EnvironmentRunner:
                 _log.warning("episode %s could not be closed: %s", end.id, fault)
         if closed is not None:
             closed(done)
+
+
+def _log_fault(call: asyncio.Future[Any], message: str) -> None:
+    def log(done: asyncio.Future[Any]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            _log.warning("%s: %s", message, error)
+
+    call.add_done_callback(log)
 
 
 def _with_state(end: EpisodeEnd, opened: _OpenEpisode) -> EpisodeEnd:

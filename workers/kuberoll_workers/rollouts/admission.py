@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterable, Iterator
 from typing import TypeVar
 
-from kuberoll_workers.data.prompts import SampleGroup
+from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupQuota, GroupRun
 from kuberoll_workers.rollouts.in_flight import InFlight
 from kuberoll_workers.rollouts.pace import Pace
@@ -25,7 +26,6 @@ class SampleAdmission:
 
     Attributes:
         open_groups: Groups that are not complete yet.
-        exhausted: True when the source has no more groups.
     """
 
     def __init__(
@@ -52,10 +52,15 @@ class SampleAdmission:
         )
         self._pull = asyncio.Lock()
         self._ended = asyncio.Event()
-        self.exhausted = False
+        self._changed = asyncio.Event()
+        # The source has no more groups, or has raised an error, which whoever needs the next group is to have.
+        self._is_over = False
+        self._error: Exception | None = None
+        # Taken from the source, and not begun.
+        self._taken: deque[SampleGroup] = deque()
         self._newest: GroupRun | None = None
         self._pace = pace
-        # Taken from the source, and not allowed to begin yet.
+        # The next one, which has a place and is not allowed to begin yet.
         self._held: SampleGroup | None = None
         self.open_groups: set[GroupRun] = set()
 
@@ -73,6 +78,7 @@ class SampleAdmission:
             if run is not None and self._has_room(run, room):
                 flight = run.begin()
                 assert flight is not None
+                self._note_change()
                 return run, flight
             # One at a time waits; the others queue behind it.
             async with self._pull:
@@ -104,6 +110,54 @@ class SampleAdmission:
         if run.closed:
             self.open_groups.discard(run)
         self._ended.set()
+        self._note_change()
+
+    def upcoming(self, count: int) -> list[Sample]:
+        """Samples that begin next, in this order, if there were places for them now.
+
+        Groups are taken from the source for that, if it need not be waited for.
+
+        Returns:
+            At most `count`, and none that may not begin: before its consumer allows it, before results are read, beyond
+            the groups that are needed, or after a drain.
+        """
+        if self._drain.is_set():
+            return []
+        count = int(min(count, max(0.0, self._run_ahead.limit - self._run_ahead.unread)))
+        found = list(self._newest.unstarted(count)) if self._newest is not None else []
+        number = 0
+        while len(found) < count and self._quota.has_room(number + 1):
+            if number == len(self._taken) and not self._take():
+                break
+            group = self._taken[number]
+            if self._pace is not None and (self._pace.stopped or not self._allows(self._pace, group)):
+                break
+            found += group.samples[: count - len(found)]
+            number += 1
+        return found
+
+    async def change(self) -> None:
+        """Wait until `upcoming` may have other samples than at this call."""
+        events = [self._changed, self._run_ahead.next_read()]
+        if self._pace is not None:
+            events.append(self._pace.next_change())
+        if not self._drain.is_set():
+            events.append(self._drain)
+        waiting = [asyncio.ensure_future(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @property
+    def exhausted(self) -> bool:
+        """True when there are no more groups than those that have begun."""
+        return self._is_over and not self._taken and self._error is None
 
     @property
     def all_begun(self) -> bool:
@@ -118,16 +172,16 @@ class SampleAdmission:
     async def _pull_group(self, *, wait: bool) -> bool:
         """Begin the next group of the source; False if it may not begin yet, and is not to be waited for."""
         if (pace := self._pace) is not None and pace.stopped:
-            self._held, self.exhausted = None, True
+            self._held, self._is_over, self._error = None, True, None
+            self._taken.clear()
             return True
-        group = self._held
-        if group is None:
+        if not self._taken:
             if isinstance(self._source, AsyncIterator):
                 source = self._source
-                group = await self._unless_drained(anext(source, None))
-            else:
-                group = next(self._source, None)
-            self.exhausted = group is None
+                self._keep(await self._unless_drained(anext(source, None)))
+            elif not self._take() and self._error is not None:
+                raise self._error
+        group = self._taken[0] if self._taken else None
         if group is not None and pace is not None and not self._allows(pace, group):
             self._held = group
             if wait:
@@ -135,9 +189,27 @@ class SampleAdmission:
             return wait
         self._held = None
         if group is not None:
+            self._taken.popleft()
             self._quota.begin()
             self._newest = GroupRun(group, self.policy, self._quota, self._rollout, self._run_ahead)
             self.open_groups.add(self._newest)
+        return True
+
+    def _take(self) -> bool:
+        """Take a group from a source that need not be waited for; False if there is none."""
+        if self._is_over or isinstance(self._source, AsyncIterator):
+            return False
+        try:
+            return self._keep(next(self._source, None))
+        except Exception as error:
+            self._is_over, self._error = True, error
+            return False
+
+    def _keep(self, group: SampleGroup | None) -> bool:
+        if group is None:
+            self._is_over = True
+            return False
+        self._taken.append(group)
         return True
 
     @staticmethod

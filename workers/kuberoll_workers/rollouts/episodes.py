@@ -94,7 +94,7 @@ class Episodes:
         if flight.trajectory.turn and (hooks.recovery == "restart" or (hooks.close and _is_retry(sample))):
             # A failed attempt closed its episode.
             flight.trajectory = Trajectory(replace(sample, partial=None), self._settings)
-        episode = self._episode(sample)
+        episode = self.episode(sample)
         flight.episode = episode.id
         if not flight.trajectory.turn:
             self._start(flight, await environment.begin(episode))
@@ -118,7 +118,7 @@ class Episodes:
         if environment.hooks.recovery == "restart":
             raise StartOver
         await self._replay(
-            flight, await environment.begin_again(self._episode(flight.sample), flight.trajectory.metadata)
+            flight, await environment.begin_again(self.episode(flight.sample), flight.trajectory.metadata)
         )
 
     async def start_over(self, flight: InFlight) -> None:
@@ -128,7 +128,7 @@ class Episodes:
             EnvironmentFault: The environment is at fault.
         """
         environment = self._environments[flight.trajectory.task_name]
-        start = await environment.begin_again(self._episode(flight.sample), flight.trajectory.metadata)
+        start = await environment.begin_again(self.episode(flight.sample), flight.trajectory.metadata)
         flight.trajectory = Trajectory(replace(flight.sample, partial=None), self._settings)
         self._start(flight, start)
 
@@ -169,7 +169,8 @@ class Episodes:
         if prompt is not flight.sample.prompt:
             flight.trajectory = Trajectory(replace(flight.sample, prompt=prompt, partial=None), self._settings)
 
-    def _episode(self, sample: Sample) -> Episode:
+    def episode(self, sample: Sample) -> Episode:
+        """The episode of a sample, as its environment is given it."""
         prompt = sample.prompt
         return Episode(
             id=sample.episode_id,

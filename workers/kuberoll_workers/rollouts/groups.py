@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kuberoll_workers.data.prompts import Sample, SampleGroup
@@ -89,7 +90,11 @@ class GroupQuota:
     @property
     def open(self) -> bool:
         """True if one more group may be started now."""
-        return self._policy.wanted is None or self._begun < self._policy.wanted + self._replaced
+        return self.has_room(1)
+
+    def has_room(self, count: int) -> bool:
+        """True if so many more groups may be started now."""
+        return self._policy.wanted is None or self._begun + count <= self._policy.wanted + self._replaced
 
     def begin(self) -> None:
         self._begun += 1
@@ -167,6 +172,10 @@ class GroupRun:
     def has_more(self) -> bool:
         """True if some of its samples have not been started."""
         return bool(self._todo)
+
+    def unstarted(self, count: int) -> Iterator[Sample]:
+        """The next of its samples that have not been started, at most `count`."""
+        return itertools.islice(reversed(self._todo), count)
 
     @property
     def finished(self) -> list[InFlight]:

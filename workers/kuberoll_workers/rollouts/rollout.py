@@ -17,6 +17,7 @@ from kuberoll_workers.rollouts.episodes import Episodes
 from kuberoll_workers.rollouts.in_flight import InFlight
 from kuberoll_workers.rollouts.metrics import EnvironmentMetrics, RolloutMetrics
 from kuberoll_workers.rollouts.player import Barrier, Parts, Player, PlayerFactory
+from kuberoll_workers.rollouts.preparations import Preparations
 from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.turn_player import TurnPlayer, TurnSink
 
@@ -60,6 +61,10 @@ class Rollout:
         )
         self._turn_player = TurnPlayer(parts, episodes=self.episodes, observations=observations, turn_sink=turn_sink)
         self._players: dict[str, Player] = {name: make(parts) for name, make in players.items()}
+
+    def preparations(self) -> Preparations:
+        """Preparations of a run's episodes."""
+        return Preparations(self._environments, self.episodes.episode, concurrency=self.settings.concurrency)
 
     def admit(self, sample: Sample, *, deferred: bool = False) -> InFlight:
         """Start one trajectory, or resume one that was interrupted.

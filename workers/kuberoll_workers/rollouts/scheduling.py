@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from kuberoll_workers.data.prompts import Sample, SampleGroup
@@ -16,6 +18,8 @@ from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.run_ahead import RunAhead
 
 _START_BATCH = 64
+
+_log = logging.getLogger(__name__)
 
 Sink = Callable[[Result], Awaitable[None]]
 """Called with each trajectory that finished, failed permanently or was dropped; it counts once the call returns."""
@@ -83,7 +87,8 @@ async def run_groups(
         admitted(admission)
     run = _Run(rollout, admission, sink, group_sink, interrupted)
     try:
-        await (run.lockstep() if rollout.settings.scheduling == "Lockstep" else run.concurrent())
+        async with run.preparing():
+            await (run.lockstep() if rollout.settings.scheduling == "Lockstep" else run.concurrent())
     except ExceptionGroup as errors:
         # The first one stopped the run; the others were raised while it was being stopped.
         raise errors.exceptions[0] from (errors if len(errors.exceptions) > 1 else None)
@@ -123,8 +128,31 @@ class _Run:
         self._sink = sink
         self._group_sink = group_sink
         self._interrupted = interrupted
+        self._preparations = rollout.preparations()
         self._reported: set[InFlight] = set()
         self._begun = self._ended = 0
+
+    @asynccontextmanager
+    async def preparing(self) -> AsyncIterator[None]:
+        """Prepare episodes ahead of their trajectories during the block."""
+        preparing = asyncio.create_task(self._prepare())
+        try:
+            yield
+        finally:
+            preparing.cancel()
+            await asyncio.wait((preparing,))
+            self._preparations.update(())
+
+    async def _prepare(self) -> None:
+        try:
+            if not (reach := await self._preparations.find()):
+                return
+            while True:
+                await self._admission.change()
+                self._preparations.update(self._admission.upcoming(reach))
+        except Exception:
+            # Trajectories begin without it; what they need, and cannot have, is reported then.
+            _log.exception("no episodes are prepared ahead of their trajectories any more")
 
     async def concurrent(self) -> None:
         async with asyncio.TaskGroup() as places:
@@ -141,11 +169,14 @@ class _Run:
         while (admitted := await self._admission.next()) is not None:
             group, flight = admitted
             self._begun += 1
+            self._preparations.begin(flight.sample)
             try:
                 await self._rollout.play(flight)
             except asyncio.CancelledError:
                 self._report(flight)
                 raise
+            finally:
+                self._preparations.end(flight.sample)
             await self._end(group, flight)
 
     async def lockstep(self) -> None:
@@ -164,6 +195,7 @@ class _Run:
             if admitted is None:
                 break
             self._begun += 1
+            self._preparations.begin(admitted[1].sample)
             batch.append(admitted)
         return batch
 
@@ -175,6 +207,7 @@ class _Run:
             raise
         finally:
             phases.leave()
+            self._preparations.end(flight.sample)
         await self._end(group, flight)
 
     async def _end(self, group: GroupRun, flight: InFlight) -> None:
