@@ -40,8 +40,8 @@ async def test_starts_and_ends(lease: Leasing, sandboxes: Sandboxes) -> None:
         held += [one, other]
         assert one.use is None
     assert counts(sandboxes) == {"started": 2, "removed": 2}
-    [observed] = sandboxes.meters.take().values()
-    assert observed == [one.start_seconds for one in held]
+    observed = sandboxes.meters.take()
+    assert observed[metrics.SANDBOX_START_SECONDS.name, ()] == [one.start_seconds for one in held]
     for one in held:
         assert one.use is not None
         assert one.use.start_seconds == one.start_seconds

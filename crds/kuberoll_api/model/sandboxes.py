@@ -99,6 +99,11 @@ class Sandbox(Model):
     total_seconds: Annotated[Annotated[float, Field(gt=0, le=604800.0)], OPERATION] = Field(
         default=86_400.0, description="A sandbox ends after this time in any case."
     )
+    start_ahead: Annotated[Annotated[int, Field(ge=0, le=4096)] | None, OPERATION] = Field(
+        default=None,
+        description="Maximum number of sandboxes of a worker that are started before their trajectories begin, in "
+        "addition to those of rollout.concurrency; 0: none. Absent: an eighth of rollout.concurrency, rounded up.",
+    )
     runtime_class_name: Annotated[DnsName | None, POD] = Field(
         default=None, description="RuntimeClass of the pods, such as one of gVisor or Kata Containers."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kuberoll_api.ahead import usual_ahead
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.sandbox_pods import sandbox_pods
@@ -10,12 +11,17 @@ from kuberoll_operator.render.workload import PodSet
 
 
 def sandbox_pod_sets(context: RenderContext) -> list[PodSet]:
-    """Pod sets of the sandboxes: one for each kind of nodes, of as many pods as there are trajectories at a time.
+    """Pod sets of the sandboxes: one for each kind of nodes, of as many pods as there are at a time.
 
-    All trajectories may be of one environment, so that several pod sets have as many each.
+    These are those of trajectories that run, and of those that begin next. All trajectories may be of one environment,
+    so that several pod sets have as many each.
     """
+    concurrency = context.job.spec.rollout.concurrency
+    usual = usual_ahead(concurrency)
+    options = [sandbox for _, sandbox in sandboxed(context.job)]
+    ahead = sum(usual if sandbox.start_ahead is None else sandbox.start_ahead for sandbox in options)
     workers = min(context.job.spec.workers.replicas, context.shards)
-    pods = workers * context.job.spec.rollout.concurrency
+    pods = workers * (concurrency + ahead)
     return [PodSet(item.name, pods, item.template) for item in sandbox_pods(context)]
 
 

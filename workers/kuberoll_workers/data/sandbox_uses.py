@@ -17,12 +17,14 @@ class SandboxUse:
         asked: Unix time at which it was asked for.
         start_seconds: Time that its start took, waiting for other starts included.
         seconds: Time from its start to its end.
+        ahead_seconds: The part of it before its trajectory had come to need it, where it was started ahead.
         left: True if it could not be removed.
     """
 
     asked: float
     start_seconds: float
     seconds: float
+    ahead_seconds: float = 0.0
     left: bool = False
 
     @property

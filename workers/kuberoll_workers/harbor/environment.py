@@ -20,12 +20,14 @@ from kuberoll_workers.environments.interface import (
     ChatMessage,
     EnvironmentInterface,
     EnvironmentReturn,
+    Episode,
     Metadata,
     UnusableRow,
 )
 from kuberoll_workers.environments.outcome import SCALAR, EpisodeLost
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.harbor.agents import Agent, CommandAgent, Work
+from kuberoll_workers.harbor.ahead import MachinesAhead
 from kuberoll_workers.harbor.given import KEY as TASK_KEY
 from kuberoll_workers.harbor.given import NOWHERE
 from kuberoll_workers.harbor.machines import check_task, given_variables, reach, spec_of
@@ -56,8 +58,11 @@ class SandboxAgents(EnvironmentInterface):
         # A chat template that leaves tools out is refused before an engine is started.
         self.declares_tools = options.tools is not None  # type: ignore[misc]
         _check_here(config["name"])
+        self.prepare_ahead = self._options.start_ahead
+        sandboxes = find_sandboxes(config["name"])
+        self._ahead = MachinesAhead(sandboxes)
         self._player = Player(
-            sandboxes=find_sandboxes(config["name"]),
+            sandboxes=sandboxes,
             options=self._options,
             variables=given_variables(config["variables"]),
             agent_seconds=options.timeouts.run_seconds,
@@ -108,8 +113,19 @@ class SandboxAgents(EnvironmentInterface):
         """Leave the batch as it is."""
         return batch, {}
 
+    async def prepare(self, episodes: list[Episode]) -> None:  # type: ignore[override]
+        """Begin to start the sandboxes of episodes."""
+        for episode in episodes:
+            task = _task_of(episode.metadata)
+            self._ahead.prepare(episode.id, self._player.starting(task, directory_of(task)))
+
+    async def discard(self, names: list[str]) -> None:  # type: ignore[override]
+        """Remove the sandboxes of episodes that have not taken them."""
+        await asyncio.gather(*map(self._ahead.discard, names))
+
     async def shutdown(self) -> None:  # type: ignore[override]
         """Remove all sandboxes."""
+        await self._ahead.close()
         await self._player.sandboxes.close()
 
     async def _play(self, messages: Sequence[ChatMessage], metadata: Metadata) -> tuple[TaskResult, dict[str, Any]]:
@@ -118,7 +134,8 @@ class SandboxAgents(EnvironmentInterface):
         episode = request.episode(messages, self._config)
         directory = directory_of(task)
         try:
-            result = await self._player.play(task, directory, self._agent, episode)
+            machine = self._ahead.machine(request.id, self._player.starting(task, directory))
+            result = await self._player.play(task, directory, self._agent, episode, machine)
         except SandboxLost as error:
             # Not the agent's doing, nor the policy's: it plays again, in another sandbox.
             self._lost[request.id] += 1

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +24,7 @@ from kuberoll_workers.data.sandbox_uses import SandboxUse
 from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.environments.outcome import StepRaised
 from kuberoll_workers.harbor.agents import Agent, Work, ending, run_in_bash, user_of
+from kuberoll_workers.harbor.ahead import AHEAD_SECONDS, Starting
 from kuberoll_workers.harbor.artifacts import ARTIFACTS, collect, place
 from kuberoll_workers.harbor.machines import PROXY_PORT, Reach, check_task, reach, resolved, setup_reach, spec_of
 from kuberoll_workers.harbor.rewards import combine, shortfall
@@ -31,9 +35,13 @@ from kuberoll_workers.sandboxes.egress.rules import AllowedHosts
 from kuberoll_workers.sandboxes.egress.variables import variables as egress_variables
 from kuberoll_workers.sandboxes.handle import Sandbox
 from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
+from kuberoll_workers.sandboxes.starts import Reservation
+from kuberoll_workers.telemetry import definitions as metrics
 
 AGENT_LOGS: Final = "/logs/agent"
 _SETUP_SECONDS: Final = 600.0
+# The longest that a driver is told.
+_LONGEST_SECONDS: Final = 604_800.0
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +85,27 @@ class Player:
     variables: Mapping[str, str]
     agent_seconds: float
 
-    async def play(self, task: Mapping[str, Any], directory: Path, agent: Agent, episode: AgentEpisode) -> TaskResult:
+    def starting(self, task: Mapping[str, Any], directory: Path) -> Starting:
+        """What starts the machine of a task, and has it set up.
+
+        Args:
+            directory: The task's directory here.
+        """
+        return functools.partial(self._machine, task["machine"], directory)
+
+    async def play(
+        self,
+        task: Mapping[str, Any],
+        directory: Path,
+        agent: Agent,
+        episode: AgentEpisode,
+        machine: AbstractAsyncContextManager[Lease] | None = None,
+    ) -> TaskResult:
         """Play a task (`harbor.rows`, the fields of `metadata.harbor`).
 
         Args:
             directory: The task's directory here.
+            machine: The task's machine, of `starting`; None: one is started.
 
         Raises:
             SandboxLost: Its machine was lost.
@@ -89,7 +113,9 @@ class Player:
             UnusableRow: It asks for what the job does not allow.
         """
         check_task(task, self.options.network)
-        async with self._machine(task["machine"], directory) as lease:
+        began = time.monotonic()
+        async with machine or self._machine(task["machine"], directory) as lease:
+            self.sandboxes.meters.observe(metrics.SANDBOX_WAIT_SECONDS, time.monotonic() - began)
             sandbox = lease.sandbox
             played: list[dict[str, float]] = []
             others: list[Lease] = []
@@ -114,13 +140,21 @@ class Player:
 
     @contextlib.asynccontextmanager
     async def _machine(
-        self, machine: Mapping[str, Any], directory: Path, *, is_agent_s: bool = True
+        self,
+        machine: Mapping[str, Any],
+        directory: Path,
+        reservation: Reservation | None = None,
+        *,
+        is_agent_s: bool = True,
     ) -> AsyncIterator[Lease]:
         """A machine of a task (`harbor.rows`, MACHINE) that is ready, for the time of the block."""
         network = reach(machine["network"], self.options.network)
         before = setup_reach(machine, network, self.options.network)
         spec = spec_of(machine, self.options, self.variables, network=network)
-        async with self.sandboxes.lease(spec) as lease, _way_out(lease.sandbox, before) as proxy:
+        if reservation is not None and reservation.needed_at is None:
+            # Its trajectory has all of its time.
+            spec = dataclasses.replace(spec, total_seconds=min(spec.total_seconds + AHEAD_SECONDS, _LONGEST_SECONDS))
+        async with self.sandboxes.lease(spec, reservation) as lease, _way_out(lease.sandbox, before) as proxy:
             sandbox, setup = lease.sandbox, machine.get("setup")
             for path in (AGENT_LOGS, ARTIFACTS) if is_agent_s else ():
                 await sandbox.make_directory(path, mode=0o777, user="0")

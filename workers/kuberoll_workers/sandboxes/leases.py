@@ -7,21 +7,25 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Final
 
+from kuberoll_api.metrics import Gauge
 from kuberoll_workers.data.sandbox_uses import SandboxUse
 from kuberoll_workers.sandboxes.driver import Driver, SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost
 from kuberoll_workers.sandboxes.handle import Sandbox
 from kuberoll_workers.sandboxes.meters import FAILED, REMOVED, STARTED, sandbox_meters
+from kuberoll_workers.sandboxes.starts import Reservation, Starts
 from kuberoll_workers.telemetry import definitions as metrics
 
 _PING_SECONDS: Final = 15.0
 _CHECK_SECONDS: Final = 10.0
 # More would only have each other wait on one machine.
 _PARALLEL_STARTS: Final = 8
+# Longer than most starts take where there is room.
+_PATIENCE_SECONDS: Final = 30.0
 # A missed answer may be a busy machine's; the lease has room for this many.
 _PINGS_PER_LEASE: Final = 4
 
@@ -35,12 +39,14 @@ class Lease:
         sandbox: Its handle.
         start_seconds: Time that its start took, waiting for other starts included.
         use: What was had of it, once it has ended.
+        lost: Set once it is known to be gone.
     """
 
     def __init__(self, sandbox: Sandbox, spec: SandboxSpec, start_seconds: float) -> None:
         self.sandbox = sandbox
         self.start_seconds = start_seconds
         self.use: SandboxUse | None = None
+        self.lost = asyncio.Event()
         self._lost: SandboxLost | None = None
         self._renewing = asyncio.create_task(self._renew(spec.lease_seconds))
 
@@ -75,6 +81,7 @@ class Lease:
             except SandboxLost as error:
                 if time.monotonic() - last > seconds:
                     self._lost = error
+                    self.lost.set()
                     # Whoever waits for a command in it waits no longer.
                     self.sandbox.lose(error)
                     return
@@ -85,11 +92,17 @@ class Sandboxes:
 
     Attributes:
         meters: What is counted of them.
+        give_way: Called whenever one that somebody needs has waited for `patience` seconds, and again after as many: as
+            there may be no room for it beside those that nobody needs yet.
     """
 
-    def __init__(self, driver: Driver, *, parallel_starts: int = _PARALLEL_STARTS) -> None:
+    def __init__(
+        self, driver: Driver, *, parallel_starts: int = _PARALLEL_STARTS, patience: float = _PATIENCE_SECONDS
+    ) -> None:
         self._driver = driver
-        self._starting = asyncio.Semaphore(parallel_starts)
+        self._starts = Starts(parallel_starts)
+        self._patience = patience
+        self.give_way: Callable[[], None] = lambda: None
         self._prefix = secrets.token_hex(4)
         self._count = 0
         self.meters = sandbox_meters()
@@ -118,8 +131,11 @@ class Sandboxes:
         return self._driver.refusal(spec)
 
     @contextlib.asynccontextmanager
-    async def lease(self, spec: SandboxSpec) -> AsyncIterator[Lease]:
+    async def lease(self, spec: SandboxSpec, reservation: Reservation | None = None) -> AsyncIterator[Lease]:
         """Have a sandbox for the time of the block, at whose end it is removed, however that comes.
+
+        Args:
+            reservation: Says when it is needed; None: at once.
 
         Raises:
             SandboxUnavailable: It cannot be made.
@@ -127,22 +143,24 @@ class Sandboxes:
         """
         self._count += 1
         name = f"sb-{self._prefix}-{self._count}"
+        if reservation is None:
+            reservation = Reservation()
+            reservation.need()
         meters, asked, began = self.meters, time.time(), time.monotonic()
-        meters.add(metrics.SANDBOXES_WAITING)
         try:
-            async with self._starting:
-                ticket = await self._driver.create(name, spec)
+            with self._counted(metrics.SANDBOXES_WAITING, reservation), self._impatient(reservation):
+                async with self._starts.place(reservation):
+                    ticket = await self._driver.create(name, spec)
         except Exception as error:
             meters.add(metrics.SANDBOX_STARTS, FAILED)
             if isinstance(error, SandboxLost):
                 meters.add(metrics.SANDBOXES_LOST)
             raise
-        finally:
-            meters.add(metrics.SANDBOXES_WAITING, by=-1)
         lease: Lease | None = None
+        using = contextlib.ExitStack()
         try:
             lease = Lease(Sandbox(ticket), spec, time.monotonic() - began)
-            meters.add(metrics.SANDBOXES_IN_USE)
+            using.enter_context(self._counted(metrics.SANDBOXES_IN_USE, reservation))
             meters.add(metrics.SANDBOX_STARTS, STARTED)
             meters.observe(metrics.SANDBOX_START_SECONDS, lease.start_seconds)
             try:
@@ -161,17 +179,61 @@ class Sandboxes:
                     raise lost from error
                 raise
             finally:
-                meters.add(metrics.SANDBOXES_IN_USE, by=-1)
+                using.close()
                 await asyncio.shield(lease.end())
         finally:
             left = not await asyncio.shield(self._remove(name, spec))
             if lease is not None:
-                seconds = time.monotonic() - began - lease.start_seconds
-                lease.use = SandboxUse(asked=asked, start_seconds=lease.start_seconds, seconds=seconds, left=left)
+                ready, now = began + lease.start_seconds, time.monotonic()
+                needed = now if reservation.needed_at is None else reservation.needed_at
+                lease.use = SandboxUse(
+                    asked=asked,
+                    start_seconds=lease.start_seconds,
+                    seconds=now - ready,
+                    ahead_seconds=max(0.0, needed - ready),
+                    left=left,
+                )
 
     async def close(self) -> None:
         """Remove all sandboxes."""
         await self._driver.close()
+
+    @contextlib.contextmanager
+    def _counted(self, gauge: Gauge, reservation: Reservation) -> Iterator[None]:
+        """Count a sandbox in a gauge during the block, from when it is needed."""
+        counted = 0
+
+        def count() -> None:
+            nonlocal counted
+            counted = 1
+            self.meters.add(gauge)
+
+        with reservation.when_needed(count):
+            try:
+                yield
+            finally:
+                self.meters.add(gauge, by=-counted)
+
+    @contextlib.contextmanager
+    def _impatient(self, reservation: Reservation) -> Iterator[None]:
+        """Ask those that nobody needs to give way, during a block that takes too long for one that is needed."""
+        timer: asyncio.TimerHandle | None = None
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            nonlocal timer
+            timer = loop.call_later(self._patience, ask)
+
+        def ask() -> None:
+            self.give_way()
+            wait()
+
+        with reservation.when_needed(wait):
+            try:
+                yield
+            finally:
+                if timer is not None:
+                    timer.cancel()
 
     async def _remove(self, name: str, spec: SandboxSpec) -> bool:
         """Remove a sandbox; returns whether that was done."""

@@ -10,6 +10,8 @@ from kuberoll_workers.telemetry import definitions as metrics
 STARTED: Final = "started"
 REMOVED: Final = "removed"
 FAILED: Final = "failed"
+USED: Final = "used"
+UNUSED: Final = "unused"
 
 
 def sandbox_meters() -> Meters:
@@ -20,6 +22,11 @@ def sandbox_meters() -> Meters:
         (metrics.SANDBOX_STARTS, (STARTED,)),
         (metrics.SANDBOX_STARTS, (FAILED,)),
         (metrics.SANDBOX_START_SECONDS, ()),
+        (metrics.SANDBOXES_AHEAD, ()),
+        (metrics.SANDBOXES_PREPARED, (USED,)),
+        (metrics.SANDBOXES_PREPARED, (UNUSED,)),
+        (metrics.SANDBOXES_PREPARED, (FAILED,)),
+        (metrics.SANDBOX_WAIT_SECONDS, ()),
         (metrics.SANDBOXES_LOST, ()),
         (metrics.SANDBOX_REMOVALS, (REMOVED,)),
         (metrics.SANDBOX_REMOVALS, (FAILED,)),

@@ -206,6 +206,26 @@ SANDBOXES_WAITING: Final = Gauge(
     labels=_ENVIRONMENT,
     help="Sandboxes that trajectories wait for: those that start, and those whose start is held back by others.",
 )
+SANDBOXES_AHEAD: Final = Gauge(
+    name="kuberoll_sandboxes_ahead",
+    unit="sandboxes",
+    labels=_ENVIRONMENT,
+    help="Sandboxes that are started, or starting, for trajectories that have not begun.",
+)
+SANDBOXES_PREPARED: Final = Counter(
+    name="kuberoll_sandboxes_prepared_total",
+    unit="sandboxes",
+    labels=(*_ENVIRONMENT, "result"),
+    help="Sandboxes that were started ahead of their trajectory by result: used, unused (removed without having been "
+    "needed) or failed (not started, or lost before they were needed; their trajectory has another one).",
+)
+SANDBOX_WAIT_SECONDS: Final = Histogram(
+    name="kuberoll_sandbox_wait_seconds",
+    unit="seconds",
+    labels=_ENVIRONMENT,
+    help="Wall seconds for which a trajectory waited for its sandbox to be ready, its task's set-up included.",
+    buckets=_START_SECONDS,
+)
 SANDBOX_STARTS: Final = Counter(
     name="kuberoll_sandbox_starts_total",
     unit="starts",
@@ -397,6 +417,9 @@ SANDBOXES: Final = (
     SANDBOXES_WAITING,
     SANDBOX_STARTS,
     SANDBOX_START_SECONDS,
+    SANDBOXES_AHEAD,
+    SANDBOXES_PREPARED,
+    SANDBOX_WAIT_SECONDS,
     SANDBOXES_LOST,
     SANDBOX_REMOVALS,
     SANDBOXES_LEFT,
