@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,37 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kuberoll_api.model.environments import Environment
+from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.registry import UnusableEnvironment, create
+from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.harbor.ahead import MachinesAhead, Starting
+from kuberoll_workers.harbor.environment import SandboxAgents
+from kuberoll_workers.harbor.rows import row_of
+from kuberoll_workers.harbor.task import read_task
+from kuberoll_workers.players.sessions import player_of
+from kuberoll_workers.rollouts.scheduling import run_groups
+from kuberoll_workers.sandboxes import drivers
 from kuberoll_workers.sandboxes.driver import SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
-from kuberoll_workers.sandboxes.meters import FAILED, UNUSED, USED
+from kuberoll_workers.sandboxes.meters import FAILED, REMOVED, STARTED, UNUSED, USED
 from kuberoll_workers.sandboxes.starts import Reservation, Starts
 from kuberoll_workers.telemetry import definitions as metrics
+from tests.harbor.artificial import ENTRYPOINT, ArtificialPolicy, groups_of
+from tests.harbor.writing import write_task
+from tests.rollouts.fakes import rollout_of
 from tests.sandboxes.conftest import busybox, cache, sandboxes  # noqa: F401 - fixtures
+
+TOML = """
+schema_version = "1.4"
+[task]
+name = "kuberoll/wait"
+[environment]
+docker_image = "{image}"
+network_mode = "no-network"
+"""
 
 
 class Sham:
@@ -304,3 +328,54 @@ async def test_whoever_waits_for_room_has_that_of_those_that_nobody_needs(
         assert ahead.names == frozenset()
     await ahead.close()
     driver.create, driver.remove = create, remove  # type: ignore[method-assign]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+async def test_a_job_whose_sandboxes_start_ahead(
+    busybox: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv(drivers.VARIABLE, "namespaces")
+    write_task(tmp_path / "task", changed={"task.toml": TOML.format(image=busybox)})
+    row = row_of(read_task(tmp_path / "task"), str(tmp_path / "task"))
+    spec = Environment.model_validate(
+        {"name": "env", "agent": {"entrypoint": ENTRYPOINT}, "sandbox": {"startAhead": 2}}
+    )
+    made: list[SandboxAgents] = []
+
+    def factory() -> Any:
+        try:
+            environment = create(spec)
+        except UnusableEnvironment as error:
+            pytest.skip(str(error))
+        assert isinstance(environment, SandboxAgents)
+        made.append(environment)
+        return environment
+
+    executor = make_executor(factory, isolation="Inline", processes=1, timeout=spec.call_seconds)
+    runner = EnvironmentRunner(executor, max_batch=1)
+    results: list[Any] = []
+
+    async def sink(result: Any) -> None:
+        results.append(result)
+
+    policy = ArtificialPolicy()
+    try:
+        rollout = rollout_of({"env": runner}, policy=policy, concurrency=2, players={"env": player_of(spec)})
+        await run_groups(rollout, groups_of(row, [[0.0] * 4] * 2), sink)
+    finally:
+        await runner.close()
+    assert policy.opened == [f"{task}-{number}-0" for task in range(2) for number in range(4)]
+    assert [type(result) for result in results] == [TrajectoryRecord] * 8
+    uses = [use for result in results for use in result.metadata["result"]["sandboxes"]]
+    assert len(uses) == 8
+    [environment] = made
+    meters = environment.meters
+    # All but those that have a place at once.
+    assert meters.value(metrics.SANDBOXES_PREPARED, USED) == 6
+    assert meters.value(metrics.SANDBOX_STARTS, STARTED) == meters.value(metrics.SANDBOX_REMOVALS, REMOVED) == 8
+    assert meters.value(metrics.SANDBOXES_AHEAD) == meters.value(metrics.SANDBOXES_IN_USE) == 0
+    assert len(meters.take()[metrics.SANDBOX_WAIT_SECONDS.name, ()]) == 8

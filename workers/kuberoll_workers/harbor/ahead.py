@@ -45,6 +45,11 @@ class MachinesAhead:
         """Names of the episodes that have a machine, or will."""
         return frozenset(self._machines)
 
+    @property
+    def ready(self) -> int:
+        """Number of machines that are ready and not taken."""
+        return sum(machine.is_ready for machine in list(self._machines.values()))
+
     def prepare(self, name: str, start: Starting) -> None:
         """Begin to start a machine for an episode; does nothing while there is no room for those that are needed."""
         if name not in self._machines and time.monotonic() >= self._short_until:
@@ -151,6 +156,11 @@ class _Machine:
         # It is ready, or will never be.
         self._settled = asyncio.Event()
         self._task = asyncio.create_task(self._keep())
+
+    @property
+    def is_ready(self) -> bool:
+        """True while it can be taken at once."""
+        return self._ready is not None
 
     async def take(self) -> _Ready | None:
         """Take it, once it is ready; None: it could not be started."""

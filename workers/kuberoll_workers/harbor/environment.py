@@ -60,7 +60,7 @@ class SandboxAgents(EnvironmentInterface):
         _check_here(config["name"])
         self.prepare_ahead = self._options.start_ahead
         sandboxes = find_sandboxes(config["name"])
-        self._ahead = MachinesAhead(sandboxes)
+        self.ahead = MachinesAhead(sandboxes)
         self._player = Player(
             sandboxes=sandboxes,
             options=self._options,
@@ -117,15 +117,15 @@ class SandboxAgents(EnvironmentInterface):
         """Begin to start the sandboxes of episodes."""
         for episode in episodes:
             task = _task_of(episode.metadata)
-            self._ahead.prepare(episode.id, self._player.starting(task, directory_of(task)))
+            self.ahead.prepare(episode.id, self._player.starting(task, directory_of(task)))
 
     async def discard(self, names: list[str]) -> None:  # type: ignore[override]
         """Remove the sandboxes of episodes that have not taken them."""
-        await asyncio.gather(*map(self._ahead.discard, names))
+        await asyncio.gather(*map(self.ahead.discard, names))
 
     async def shutdown(self) -> None:  # type: ignore[override]
         """Remove all sandboxes."""
-        await self._ahead.close()
+        await self.ahead.close()
         await self._player.sandboxes.close()
 
     async def _play(self, messages: Sequence[ChatMessage], metadata: Metadata) -> tuple[TaskResult, dict[str, Any]]:
@@ -134,7 +134,7 @@ class SandboxAgents(EnvironmentInterface):
         episode = request.episode(messages, self._config)
         directory = directory_of(task)
         try:
-            machine = self._ahead.machine(request.id, self._player.starting(task, directory))
+            machine = self.ahead.machine(request.id, self._player.starting(task, directory))
             result = await self._player.play(task, directory, self._agent, episode, machine)
         except SandboxLost as error:
             # Not the agent's doing, nor the policy's: it plays again, in another sandbox.
