@@ -37,6 +37,7 @@ SUMMARIES = {
     "tasks": "Try tasks that are played in machines of their own.",
     "top": "Show the RolloutJobs of a cluster and their throughput.",
     "validate": "Check manifests.",
+    "why": "Say what happened to a trajectory.",
 }
 """Lines of `kuberoll --help` for our own commands, which it would otherwise import."""
 

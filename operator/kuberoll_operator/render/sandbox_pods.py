@@ -26,6 +26,7 @@ POD_SET: Final = "sandboxes"
 # Each row may have its own.
 _IMAGE: Final = "sandbox"
 _AMOUNTS: Final = ("requests", "limits")
+_CONTAINERS: Final = ("initContainers", "containers")
 
 
 class SandboxPods(NamedTuple):
@@ -107,20 +108,28 @@ def _sized(template: Object, resources: Object) -> Object:
 
 
 def _without_size(template: Object) -> Object:
-    containers = [
-        {**item, "resources": None} if item["name"] == CONTAINER else item for item in template["spec"]["containers"]
-    ]
-    return {**template, "spec": {**template["spec"], "containers": containers}}
+    spec = template["spec"]
+    bare = {kind: [{**item, "resources": None} for item in spec[kind]] for kind in _CONTAINERS if kind in spec}
+    return {**template, "spec": {**spec, **bare}}
 
 
 def _as_large_as(template: Object, other: Object) -> Object:
-    """A template that reserves the larger amount of each resource."""
-    ours, theirs = (_main(item)["resources"] for item in (template, other))
-    larger: Object = {}
+    """A template whose containers reserve the larger amount of each resource; both have the same containers."""
+    ours, theirs = template["spec"], other["spec"]
+    larger = {
+        kind: [_larger(one, another) for one, another in zip(ours[kind], theirs[kind], strict=True)]
+        for kind in _CONTAINERS
+        if kind in ours
+    }
+    return {**template, "spec": {**ours, **larger}}
+
+
+def _larger(container: Object, other: Object) -> Object:
+    resources: Object = {}
     for kind in _AMOUNTS:
-        amounts = dict(ours.get(kind) or {})
-        for name, amount in (theirs.get(kind) or {}).items():
+        amounts = dict((container.get("resources") or {}).get(kind) or {})
+        for name, amount in ((other.get("resources") or {}).get(kind) or {}).items():
             if name not in amounts or number_of(amount) > number_of(amounts[name]):
                 amounts[name] = amount
-        larger |= {kind: amounts} if amounts else {}
-    return _sized(template, larger)
+        resources |= {kind: amounts} if amounts else {}
+    return {**container, **({"resources": resources} if resources else {})}

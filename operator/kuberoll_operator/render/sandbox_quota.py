@@ -18,11 +18,15 @@ def sandbox_pod_sets(context: RenderContext) -> list[PodSet]:
     """
     concurrency = context.job.spec.rollout.concurrency
     usual = usual_ahead(concurrency)
-    options = [sandbox for _, sandbox in sandboxed(context.job)]
-    ahead = sum(usual if sandbox.start_ahead is None else sandbox.start_ahead for sandbox in options)
+    ahead = {
+        context.job.spec.environments[number].name: usual if sandbox.start_ahead is None else sandbox.start_ahead
+        for number, sandbox in sandboxed(context.job)
+    }
     workers = min(context.job.spec.workers.replicas, context.shards)
-    pods = workers * (concurrency + ahead)
-    return [PodSet(item.name, pods, item.template) for item in sandbox_pods(context)]
+    return [
+        PodSet(item.name, workers * (concurrency + sum(ahead[name] for name in item.environments)), item.template)
+        for item in sandbox_pods(context)
+    ]
 
 
 def quota_problem(job: RolloutJob) -> str | None:
