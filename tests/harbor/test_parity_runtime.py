@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from click.testing import CliRunner
 
+from kuberoll_api.cli import main
 from kuberoll_workers.harbor.task import find_tasks
 from kuberoll_workers.sandboxes import drivers
 from tests.harbor.kinds import KINDS, Impossible, write_tasks
@@ -127,7 +129,8 @@ def test_partial_kinds_of_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_given_tasks(folder: Path, tmp_path: Path) -> None:
-    """Where the images of Dockerfiles are must be public, or in Docker already."""
-    subprocess.run(["kuberoll", "images", "build", str(folder), "--tag", _PREFIX, "--builder", "docker"], check=True)
+    """What the Dockerfiles begin with must be in a registry that is reached, or in Docker already."""
+    built = CliRunner().invoke(main, ["images", "build", str(folder), "--tag", _PREFIX, "--builder", "docker"])
+    assert built.exit_code == 0, built.output
     theirs = harbor_rewards(folder, tmp_path / "trials")
     assert asyncio.run(both_rewards(folder, built=_PREFIX)) == theirs
