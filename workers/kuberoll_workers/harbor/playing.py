@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from kuberoll_workers.harbor.artifacts import ARTIFACTS, collect, place
 from kuberoll_workers.harbor.machines import PROXY_PORT, Reach, check_task, reach, resolved, setup_reach, spec_of
 from kuberoll_workers.harbor.rewards import combine, shortfall
 from kuberoll_workers.harbor.setting_up import set_up
-from kuberoll_workers.harbor.verifier import verify
+from kuberoll_workers.harbor.verifier import Tested, verify
 from kuberoll_workers.sandboxes.egress.proxy import EgressProxy
 from kuberoll_workers.sandboxes.egress.rules import AllowedHosts
 from kuberoll_workers.sandboxes.egress.variables import variables as egress_variables
@@ -60,6 +60,7 @@ class TaskResult:
         agent_timeouts: Number of steps in which the agent's time was over.
         start_seconds: Time that the machine's start took.
         sandboxes: The task's machine, and those of verifiers that have their own.
+        tested: What the tests of these steps have said.
     """
 
     rewards: dict[str, float]
@@ -67,6 +68,7 @@ class TaskResult:
     agent_timeouts: int
     start_seconds: float
     sandboxes: list[SandboxUse]
+    tested: list[Tested] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,25 +119,26 @@ class Player:
         async with machine or self._machine(task["machine"], directory) as lease:
             self.sandboxes.meters.observe(metrics.SANDBOX_WAIT_SECONDS, time.monotonic() - began)
             sandbox = lease.sandbox
-            played: list[dict[str, float]] = []
+            played: list[Tested] = []
             others: list[Lease] = []
             late = 0
             for step in task["steps"]:
                 await _prepare_step(sandbox, step, directory)
                 late += await self._work(sandbox, task, step, directory, agent, episode)
-                rewards = await self._score(sandbox, step, directory, others)
-                played.append(rewards)
-                if shortfall(rewards, step.get("min_reward")):
+                played.append(await self._score(sandbox, step, directory, others))
+                if shortfall(played[-1].rewards, step.get("min_reward")):
                     break
-            found = combine(played, task["reward"])
+            steps = [one.rewards for one in played]
+            found = combine(steps, task["reward"])
         if found is None:
             raise TaskFailed("no step of the task has a reward")
         return TaskResult(
             rewards=found,
-            steps=played,
+            steps=steps,
             agent_timeouts=late,
             start_seconds=lease.start_seconds,
             sandboxes=[one.use for one in (lease, *others) if one.use is not None],
+            tested=played,
         )
 
     @contextlib.asynccontextmanager
@@ -206,9 +209,7 @@ class Player:
         await sandbox.clear()
         return timeout.expired()
 
-    async def _score(
-        self, sandbox: Sandbox, step: Mapping[str, Any], directory: Path, others: list[Lease]
-    ) -> dict[str, float]:
+    async def _score(self, sandbox: Sandbox, step: Mapping[str, Any], directory: Path, others: list[Lease]) -> Tested:
         """Score a step; leases of further machines are added to `others`."""
         verifier = step["verifier"]
         for command in verifier.get("collect", ()):
@@ -285,4 +286,5 @@ async def _await_health(sandbox: Sandbox, check: Mapping[str, Any] | None, *, us
 
 def state_of(result: TaskResult) -> dict[str, Any]:
     """What a trajectory's state says of how its task was played."""
-    return dataclasses.asdict(result)
+    # What tests have said is long, and may show what a policy should not see.
+    return {name: value for name, value in dataclasses.asdict(result).items() if name != "tested"}

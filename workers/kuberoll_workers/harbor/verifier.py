@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,17 +25,31 @@ class VerifierFailed(StepRaised):
     """The tests gave no reward: a failure, and never a reward of 0."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tested:
+    """What a step's tests have said.
+
+    Attributes:
+        rewards: Rewards by name.
+        exit_code: Of their script; None: a signal has ended it. It is no reward.
+        output: What they wrote, the beginning and the end of it.
+        seconds: Time that the script took.
+    """
+
+    rewards: dict[str, float]
+    exit_code: int | None
+    output: str
+    seconds: float
+
+
 async def verify(
     sandbox: Sandbox, verifier: Mapping[str, Any], directory: Path, *, environment: Mapping[str, str]
-) -> dict[str, float]:
+) -> Tested:
     """Run the tests of a step (`harbor.rows`, VERIFIER) in a sandbox in which nothing else runs.
 
     Args:
         directory: The task's directory here.
         environment: Variables of the tests.
-
-    Returns:
-        Rewards by name.
 
     Raises:
         SandboxLost: The sandbox is gone.
@@ -55,17 +71,20 @@ async def verify(
     elif source := next((path for path in reversed(sources) if path.is_file()), None):
         await make_executable(sandbox, f"{TESTS}/{script}", source)
     timeout = verifier.get("timeout")
+    began = time.monotonic()
     done = await run_program(
         sandbox, [f"{TESTS}/{script}"], user=user_of(verifier), environment=environment, seconds=timeout
     )
+    seconds = time.monotonic() - began
     with contextlib.suppress(OSError):
         await sandbox.write(f"{LOGS}/test-stdout.txt", done.stdout, user="0")
     if done.timed_out:
         raise VerifierFailed(f"the tests took longer than [verifier] timeout_sec ({timeout:g} s){_end(done.text)}")
     try:
-        return read_reward(await _content(sandbox, TEXT), await _content(sandbox, JSON))
+        rewards = read_reward(await _content(sandbox, TEXT), await _content(sandbox, JSON))
     except RewardError as error:
         raise VerifierFailed(f"{error}{_end(done.text)}") from error
+    return Tested(rewards=rewards, exit_code=done.exit_code, output=done.text, seconds=seconds)
 
 
 async def _content(sandbox: Sandbox, name: str) -> bytes | None:

@@ -1,0 +1,72 @@
+"""Attacks on tests: their scripts are shell, their names stay, and paths come from what an agent is told."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kuberoll_workers.harbor.attacks import ATTACKS, Attack, paths_of, script_of
+from kuberoll_workers.harbor.trials import NOTHING, SOLUTION, TRIALS, Outcome, verdict_of
+
+SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
+
+
+def test_names_are_unique_and_the_list_begins_with_what_is_no_attack() -> None:
+    names = [trial.name for trial in TRIALS]
+    assert len(set(names)) == len(names)
+    assert TRIALS[:2] == (SOLUTION, NOTHING)
+    assert all(trial.attack is not None and trial.title == trial.attack.title for trial in TRIALS[2:])
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_scripts_are_shell(shell: str, attack: Attack) -> None:
+    done = subprocess.run([shell, "-n", "-c", script_of(attack)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["empty-answers", "answers-one", "exits-zero"])
+def test_answers_are_left_at_the_paths_that_were_named(name: str, tmp_path: Path) -> None:
+    attack = next(one for one in ATTACKS if one.name == name)
+    argv = ["/bin/sh", "-c", script_of(attack), "attack", "out/a.csv", f"{tmp_path}/b.py"]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"left {tmp_path}/out/a.csv", f"left {tmp_path}/b.py"]
+    text = (tmp_path / "b.py").read_text()
+    assert text == {"empty-answers": "", "answers-one": "1\n", "exits-zero": "import os; os._exit(0)\n"}[name]
+
+
+def test_what_cannot_be_left_is_not_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    attack = next(one for one in ATTACKS if one.name == "empty-answers")
+    argv = ["/bin/sh", "-c", script_of(attack), "attack", f"{tmp_path}/file/in-it"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
+def test_paths_of_an_instruction() -> None:
+    told = "Write hello into /work/hello.txt, then `out/a.csv`; see https://example.org/b.html and ./run. Not /tests/x."
+    found = paths_of(told)
+    assert found[:3] == ["/work/hello.txt", "out/a.csv", "./run"]
+    assert "result.txt" in found
+    assert not any(path.startswith("/tests") for path in found)
+    assert len(set(found)) == len(found)
+
+
+def test_verdicts() -> None:
+    nothing, solution = Outcome(trial="nothing", reward=0.0), Outcome(trial="solution", reward=1.0)
+
+    def verdict(**fields: object) -> str:
+        return verdict_of(Outcome(trial="x", **fields), solution=solution, nothing=nothing)  # type: ignore[arg-type]
+
+    assert verdict(reward=0.0) == "withstood"
+    assert verdict(reward=0.5) == "gained"
+    assert verdict(reward=1.0) == "full"
+    assert verdict(reward=0.0, carried_out=False) == "not carried out"
+    assert verdict(failure="the tests have written neither") == "no reward"
+    assert verdict(problem="lost") == "unknown"
+    assert verdict_of(Outcome(trial="x", reward=0.5), solution=None, nothing=nothing) == "full"
+    assert verdict_of(solution, solution=None, nothing=Outcome(trial="nothing", problem="lost")) == "unknown"

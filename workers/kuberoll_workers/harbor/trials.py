@@ -1,0 +1,216 @@
+"""Trials of a task: its solution, nothing, and attacks; what each is worth says what the task's tests are worth."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from kuberoll_api.model.sandboxes import SandboxNetwork
+from kuberoll_workers.environments.agents.commands import AgentFailed
+from kuberoll_workers.environments.agents.episode import AgentEpisode
+from kuberoll_workers.environments.interface import UnusableRow
+from kuberoll_workers.environments.outcome import EnvironmentFault, StepRaised
+from kuberoll_workers.harbor.agents import Agent, NoAgent, OracleAgent, Work
+from kuberoll_workers.harbor.attacks import ATTACKS, Attack, paths_of, script_of
+from kuberoll_workers.harbor.playing import Player, TaskFailed
+from kuberoll_workers.harbor.rewards import worth
+from kuberoll_workers.harbor.rows import FIELD, row_of
+from kuberoll_workers.harbor.task import Task
+from kuberoll_workers.harbor.verifier import VerifierFailed
+from kuberoll_workers.sandboxes.errors import CommandNotStarted, SandboxError
+
+_ATTACK_SECONDS: Final = 60.0
+_MOST_LEFT: Final = 50
+_SAID: Final = 2000
+_EPSILON: Final = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A way of playing a task.
+
+    Attributes:
+        name: `solution`, `nothing`, or the name of an attack.
+        title: What is done, as the end of a sentence.
+        attack: The attack; None: it is none.
+    """
+
+    name: str
+    title: str
+    attack: Attack | None = None
+
+
+SOLUTION: Final = Trial("solution", "plays the reference solution")
+NOTHING: Final = Trial("nothing", "does nothing")
+TRIALS: Final = (SOLUTION, NOTHING, *(Trial(attack.name, attack.title, attack) for attack in ATTACKS))
+"""All trials; the list is closed, and names stay the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a trial has shown.
+
+    Attributes:
+        trial: Its name.
+        reward: What it was worth: `reward`, or the sum of what has other names; None: there was no reward.
+        rewards: Rewards by name.
+        carried_out: False if the attack could leave nothing: its reward says nothing of the tests then.
+        left: What an attack has left, at most 50 paths, in their order.
+        agent_seconds, verifier_seconds: Time of both, of all steps.
+        exit_code: Of the tests, of the last step; None: they have not run, or a signal has ended them.
+        output: The end of what they said.
+        changed: What the agent has changed of what the tests read (`harbor.grader_inputs`).
+        failure: Why there is no reward, through the task or what was done in it: tests that write none or are not done
+            in time, a solution that fails.
+        problem: Why there is none through neither: a lost machine, an image that is not there, a row that the job
+            does not allow.
+    """
+
+    trial: str
+    reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    carried_out: bool = True
+    left: tuple[str, ...] = ()
+    agent_seconds: float = 0.0
+    verifier_seconds: float = 0.0
+    exit_code: int | None = None
+    output: str = ""
+    changed: tuple[str, ...] = ()
+    failure: str | None = None
+    problem: str | None = None
+
+
+Verdict = Literal["withstood", "gained", "full", "not carried out", "no reward", "unknown"]
+
+
+def verdict_of(attack: Outcome, *, solution: Outcome | None, nothing: Outcome) -> Verdict:
+    """What an attack shows of a task's tests.
+
+    Args:
+        solution: Of the reference solution; None: there is none, and any gain is `full`.
+
+    Returns:
+        `withstood`: worth no more than nothing; `gained`: more, and less than the solution; `full`: at least as much;
+        `no reward`: it made the tests fail, so that a trajectory is lost which would have been worth nothing;
+        `unknown`: something else failed.
+    """
+    if attack.problem is not None or nothing.reward is None:
+        return "unknown"
+    if not attack.carried_out:
+        return "not carried out"
+    if attack.reward is None:
+        return "no reward"
+    if attack.reward <= nothing.reward + _EPSILON:
+        return "withstood"
+    if solution is not None and solution.reward is not None and attack.reward < solution.reward - _EPSILON:
+        return "gained"
+    return "full"
+
+
+class AttackAgent:
+    """The agent that attacks.
+
+    Attributes:
+        left: What it could leave behind, in the order in which that was said.
+    """
+
+    def __init__(self, attack: Attack) -> None:
+        self._attack = attack
+        self.left: list[str] = []
+
+    async def work(self, work: Work) -> None:
+        """See `Agent.work`."""
+        said = [str(message.get("content", "")) for message in work.episode.messages]
+        told = work.instruction if work.instruction is not None else "\n".join(said)
+        argv = ["/bin/sh", "-c", script_of(self._attack), "attack", *paths_of(told)]
+        try:
+            done = await work.sandbox.exec(argv, user=work.user, environment=work.environment, timeout=_ATTACK_SECONDS)
+        except CommandNotStarted:
+            # A machine without a shell: nothing was done.
+            return
+        self.left += [line[5:] for line in done.text.splitlines() if line.startswith("left ")]
+
+
+class _Timed:
+    """An agent whose time is measured."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.seconds = 0.0
+
+    async def work(self, work: Work) -> None:
+        began = time.monotonic()
+        try:
+            await self._agent.work(work)
+        finally:
+            self.seconds += time.monotonic() - began
+
+
+async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool | None = None) -> Outcome:
+    """Play a task once, in a machine of its own.
+
+    Args:
+        network: Whether machines reach the world, whatever the task says; None: as the job and the task say.
+
+    Returns:
+        What it has shown; faults of the task and of the machine are in it, and ours are raised.
+    """
+    if network is not None:
+        reached = SandboxNetwork(mode="All" if network else "None")
+        player = dataclasses.replace(player, options=player.options.model_copy(update={"network": reached}))
+    attacker = None if trial.attack is None else AttackAgent(trial.attack)
+    agent = _Timed(attacker or (OracleAgent() if trial.name == SOLUTION.name else NoAgent()))
+    outcome = Outcome(trial=trial.name)
+    began = time.monotonic()
+    try:
+        row = await asyncio.to_thread(row_of, task, str(task.directory))
+        result = await player.play(row["metadata"][FIELD], task.directory, agent, _episode(row))
+        last = result.tested[-1]
+        outcome = dataclasses.replace(
+            outcome,
+            reward=sum(worth(result.rewards).values()),
+            rewards=dict(result.rewards),
+            verifier_seconds=sum(one.seconds for one in result.tested),
+            exit_code=last.exit_code,
+            output=last.output[-_SAID:],
+        )
+    except (VerifierFailed, AgentFailed, TaskFailed) as error:
+        outcome = dataclasses.replace(outcome, failure=_words(error), verifier_seconds=_since(began, agent))
+    except (StepRaised, EnvironmentFault, SandboxError, UnusableRow, OSError) as error:
+        outcome = dataclasses.replace(outcome, problem=_words(error))
+    left = () if attacker is None else tuple(dict.fromkeys(attacker.left))
+    return dataclasses.replace(
+        outcome,
+        agent_seconds=agent.seconds,
+        left=left[:_MOST_LEFT],
+        carried_out=attacker is None or bool(left),
+    )
+
+
+def _since(began: float, agent: _Timed) -> float:
+    """Seconds of all but the agent: with a failure, those of the machine's start are among them."""
+    return time.monotonic() - began - agent.seconds
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _episode(row: Mapping[str, Any]) -> AgentEpisode:
+    """An episode without a policy."""
+    return AgentEpisode(
+        id="trial",
+        messages=row["messages"],
+        metadata={},
+        tools=None,
+        config={},
+        seed=None,
+        base_url="",
+        anthropic_base_url="",
+        token="",
+        model="",
+    )
