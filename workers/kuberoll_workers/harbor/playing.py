@@ -33,7 +33,8 @@ from kuberoll_workers.harbor.verifier import Tested, verify
 from kuberoll_workers.sandboxes.egress.proxy import EgressProxy
 from kuberoll_workers.sandboxes.egress.rules import AllowedHosts
 from kuberoll_workers.sandboxes.egress.variables import variables as egress_variables
-from kuberoll_workers.sandboxes.handle import Sandbox
+from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost
+from kuberoll_workers.sandboxes.handle import Changes, Sandbox
 from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
 from kuberoll_workers.sandboxes.starts import Reservation
 from kuberoll_workers.telemetry import definitions as metrics
@@ -61,6 +62,8 @@ class TaskResult:
         start_seconds: Time that the machine's start took.
         sandboxes: The task's machine, and those of verifiers that have their own.
         tested: What the tests of these steps have said.
+        grader_inputs: What the agent has changed, in each step whose tests run in its machine, of that which tests
+            read without being told.
     """
 
     rewards: dict[str, float]
@@ -69,6 +72,7 @@ class TaskResult:
     start_seconds: float
     sandboxes: list[SandboxUse]
     tested: list[Tested] = field(default_factory=list)
+    grader_inputs: list[Changes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +125,15 @@ class Player:
             sandbox = lease.sandbox
             played: list[Tested] = []
             others: list[Lease] = []
+            changes: list[Changes] = []
             late = 0
             for step in task["steps"]:
                 await _prepare_step(sandbox, step, directory)
+                shared = step["verifier"].get("machine") is None
+                mark = await _marked(sandbox) if shared else None
                 late += await self._work(sandbox, task, step, directory, agent, episode)
+                if shared:
+                    changes.append(await _changed(sandbox, mark))
                 played.append(await self._score(sandbox, step, directory, others))
                 if shortfall(played[-1].rewards, step.get("min_reward")):
                     break
@@ -139,6 +148,7 @@ class Player:
             start_seconds=lease.start_seconds,
             sandboxes=[one.use for one in (lease, *others) if one.use is not None],
             tested=played,
+            grader_inputs=changes,
         )
 
     @contextlib.asynccontextmanager
@@ -245,6 +255,28 @@ async def _way_out(sandbox: Sandbox, network: Reach) -> AsyncIterator[EgressProx
         await proxy.close()
         if proxy.refused:
             _log.info("the sandbox %s was refused: %s", sandbox.name, proxy.refused)
+
+
+async def _marked(sandbox: Sandbox) -> int | None:
+    """A mark from which the agent's changes count; None: there is none."""
+    try:
+        return await sandbox.mark()
+    except SandboxLost:
+        raise
+    except (OSError, SandboxError):
+        return None
+
+
+async def _changed(sandbox: Sandbox, mark: int | None) -> Changes:
+    """What the agent has changed of what tests read: a finding, and no condition of the reward."""
+    if mark is not None:
+        try:
+            return await sandbox.changed(mark)
+        except SandboxLost:
+            raise
+        except (OSError, SandboxError) as error:
+            _log.warning("what the agent has changed in the sandbox %s is not known: %s", sandbox.name, error)
+    return Changes(paths=[], complete=False)
 
 
 async def _prepare_step(sandbox: Sandbox, step: Mapping[str, Any], directory: Path) -> None:

@@ -63,7 +63,7 @@ class Outcome:
         agent_seconds, verifier_seconds: Time of both, of all steps.
         exit_code: Of the tests, of the last step; None: they have not run, or a signal has ended them.
         output: The end of what they said.
-        changed: What the agent has changed of what the tests read (`harbor.grader_inputs`).
+        changed: What the agent has changed of what the tests read (`sandboxes.guest.changes`).
         failure: Why there is no reward, through the task or what was done in it: tests that write none or are not done
             in time, a solution that fails.
         problem: Why there is none through neither: a lost machine, an image that is not there, a row that the job
@@ -177,6 +177,7 @@ async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool 
             verifier_seconds=sum(one.seconds for one in result.tested),
             exit_code=last.exit_code,
             output=last.output[-_SAID:],
+            changed=tuple(dict.fromkeys(path for one in result.grader_inputs for path in one.paths)),
         )
     except (VerifierFailed, AgentFailed, TaskFailed) as error:
         outcome = dataclasses.replace(outcome, failure=_words(error), verifier_seconds=_since(began, agent))

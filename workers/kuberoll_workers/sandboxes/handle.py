@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import io
+import json
 import os
 import tarfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -61,6 +62,21 @@ class Completed:
     def errors(self) -> str:
         """Its standard error as text."""
         return self.stderr.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What has changed in a sandbox of that which programs read without being told.
+
+    Attributes:
+        paths: Paths, at most 50.
+        more: How many others.
+        complete: False if there was too much to look at all of it.
+    """
+
+    paths: list[str]
+    more: int = 0
+    complete: bool = True
 
 
 class Process:
@@ -338,6 +354,28 @@ class Sandbox:
         reverse = Reverse(self._pool, host, port)
         self._ports.append(reverse)
         return await reverse.open(inside)
+
+    async def mark(self) -> int:
+        """A mark for `changed`: what changes from now on has changed since.
+
+        Raises:
+            OSError: There can be none.
+        """
+        data = bytearray()
+        await self._operation({"kind": "mark", "path": "", "user": "0"}, data.extend)
+        return int(data)
+
+    async def changed(self, since: int) -> Changes:
+        """What has changed since a mark of that which programs read without being told (`guest.changes`).
+
+        Raises:
+            OSError: It cannot be looked at.
+        """
+        data = bytearray()
+        header = {"kind": "changed", "path": "", "since": since, "search": self.environment.get("PATH"), "user": "0"}
+        await self._operation(header, data.extend)
+        answer = json.loads(bytes(data))
+        return Changes(paths=list(answer["paths"]), more=int(answer["more"]), complete=bool(answer["complete"]))
 
     async def clear(self) -> None:
         """Kill every process that anybody has started in the sandbox.

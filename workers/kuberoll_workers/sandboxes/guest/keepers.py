@@ -19,7 +19,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn
 
-from . import files, processes
+from . import changes, files, processes
 from .users import User
 
 _MESSAGE_BYTES: Final = 64 << 10
@@ -28,7 +28,7 @@ Job = dict[str, Any]
 """What a keeper is to do, as the user `user`.
 
 Either a command: `argv`; `workdir`; `environment`, all its variables; and `merged`, true if its standard error goes
-where its standard output does. Or a function of `files`: `function`, with its arguments.
+where its standard output does. Or a function of `files` or `changes`: `function`, with its arguments.
 """
 
 
@@ -186,7 +186,7 @@ def _done(wanted: Job, pipes: tuple[int, int, int], orders: socket.socket, wake:
     try:
         if (name := wanted.pop("function", None)) is None:
             return _run(wanted, user, pipes, orders, wake)
-        called: Callable[..., None] = getattr(files, name)
+        called: Callable[..., None] = getattr(changes if name in ("mark", "changed") else files, name)
         with _acting(user):
             called(input=pipes[0], output=pipes[1], **wanted)
         answer: dict[str, Any] = {"status": 0}

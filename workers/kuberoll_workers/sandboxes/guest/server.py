@@ -33,13 +33,15 @@ _RETRY_SECONDS: Final = 0.2
 _MOST_KEEPERS: Final = 4
 _FUNCTIONS: Final[dict[str, tuple[str, ...]]] = {
     "read": ("offset", "size"),
+    "mark": (),
+    "changed": ("since", "search"),
     "write": ("mode", "parents"),
     "unpack": ("trusted",),
     "pack": (),
     "make": ("mode",),
     "remove": (),
 }
-"""Operations that are functions of `files`, with their arguments beside the path."""
+"""Operations that are functions of `files` or `changes`, with their arguments beside the path."""
 
 Ready = Callable[[], Any]
 
@@ -422,6 +424,8 @@ class Connection:
         elif kind in _FUNCTIONS:
             path = os.path.join(server.settings.workdir, str(header["path"]))
             arguments = {"path": path, **{name: header.get(name) for name in _FUNCTIONS[kind]}}
+            if kind == "changed" and arguments["search"] is None:
+                arguments["search"] = server.settings.environment.get("PATH", _DEFAULT_PATH)
             task = server.task({"function": kind, **arguments, "user": self._user(header)})
             self._operation = operations.TaskOperation(task, server, self.send, limit=None)
         elif kind == "connect":
