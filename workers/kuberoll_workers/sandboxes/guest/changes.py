@@ -126,7 +126,7 @@ class _Looked:
             deep: Whether what links lead to counts, too.
         """
         real = os.path.realpath(path)
-        if real in self._seen:
+        if real in self._seen or _is_closed(real):
             return
         if names is None:
             self._seen.add(real)
@@ -150,7 +150,7 @@ class _Looked:
             names: Names of files that count, each with its whole path; None: all do.
         """
         real = os.path.realpath(root)
-        if real in self._seen:
+        if real in self._seen or _is_closed(real):
             return
         self._seen.add(real)
         waiting = [(real, "")]
@@ -261,6 +261,14 @@ def _entries(path: str) -> Iterator[os.DirEntry[str]]:
 def _is_directory(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
+
+
+def _is_closed(path: str) -> bool:
+    """True for what is mounted so that nobody inside can write it: this machine's own /usr has many files."""
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     except OSError:
         return False
 
