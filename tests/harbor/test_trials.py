@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
+from kuberoll_workers.harbor.attacks import Attack
 from kuberoll_workers.harbor.playing import Player
 from kuberoll_workers.harbor.task import read_task
 from kuberoll_workers.harbor.trials import NOTHING, SOLUTION, TRIALS, Outcome, Trial, play_trial, verdict_of
@@ -132,6 +133,13 @@ async def test_a_row_that_the_job_does_not_allow_is_no_fault_of_the_task(trying:
 )
 async def test_what_an_attack_changes_is_seen(trying: Trying, name: str, path: str) -> None:
     assert path in (await trying(ATTACKS[name])).changed
+
+
+async def test_libraries_for_all_programs_are_not_those_of_the_agent(trying: Trying) -> None:
+    preload = Attack("preload", "names a library", "put /etc/ld.so.preload /tmp/own.so")
+    test = f"#!/bin/sh\n[ -e /etc/ld.so.preload ] && r=1 || r=0\necho $r > {REWARD}\n"
+    outcome = await trying(Trial("preload", preload.title, preload), test=test)
+    assert (outcome.left, outcome.changed, outcome.reward) == (("/etc/ld.so.preload",), ("/etc/ld.so.preload",), 0.0)
 
 
 async def test_changes_cannot_be_dated_back(sandboxes: Sandboxes, busybox: str) -> None:  # noqa: F811

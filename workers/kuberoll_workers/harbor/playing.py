@@ -43,6 +43,7 @@ AGENT_LOGS: Final = "/logs/agent"
 _SETUP_SECONDS: Final = 600.0
 # The longest that a driver is told.
 _LONGEST_SECONDS: Final = 604_800.0
+_PRELOAD: Final = "/etc/ld.so.preload"
 
 _log = logging.getLogger(__name__)
 
@@ -134,6 +135,11 @@ class Player:
                 late += await self._work(sandbox, task, step, directory, agent, episode)
                 if shared:
                     changes.append(await _changed(sandbox, mark))
+                    if changes[-1].paths:
+                        self.sandboxes.meters.add(metrics.GRADER_INPUTS_CHANGED)
+                    if _PRELOAD in changes[-1].paths:
+                        # Every program of the tests would run it, and a reward.json of its own would count.
+                        await sandbox.remove(_PRELOAD, user="0")
                 played.append(await self._score(sandbox, step, directory, others))
                 if shortfall(played[-1].rewards, step.get("min_reward")):
                     break

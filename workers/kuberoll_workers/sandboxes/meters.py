@@ -28,6 +28,7 @@ def sandbox_meters() -> Meters:
         (metrics.SANDBOXES_PREPARED, (FAILED,)),
         (metrics.SANDBOX_WAIT_SECONDS, ()),
         (metrics.SANDBOXES_LOST, ()),
+        (metrics.GRADER_INPUTS_CHANGED, ()),
         (metrics.SANDBOX_REMOVALS, (REMOVED,)),
         (metrics.SANDBOX_REMOVALS, (FAILED,)),
         (metrics.SANDBOXES_LEFT, ()),

@@ -246,6 +246,13 @@ SANDBOXES_LOST: Final = Counter(
     help="Sandboxes that were gone before their trajectory had ended, also while they started; it starts over in "
     "another one.",
 )
+GRADER_INPUTS_CHANGED: Final = Counter(
+    name="kuberoll_grader_inputs_changed_total",
+    unit="steps",
+    labels=_ENVIRONMENT,
+    help="Steps of tasks whose agent changed what tests in its machine read without being told: programs on the path, "
+    "startup files, configuration of pytest.",
+)
 SANDBOX_REMOVALS: Final = Counter(
     name="kuberoll_sandbox_removals_total",
     unit="removals",
@@ -421,6 +428,7 @@ SANDBOXES: Final = (
     SANDBOXES_PREPARED,
     SANDBOX_WAIT_SECONDS,
     SANDBOXES_LOST,
+    GRADER_INPUTS_CHANGED,
     SANDBOX_REMOVALS,
     SANDBOXES_LEFT,
 )
