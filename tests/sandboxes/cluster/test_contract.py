@@ -11,6 +11,7 @@ from typing import Any, Final
 import pytest
 
 from kuberoll_workers.sandboxes.errors import SandboxUnavailable
+from kuberoll_workers.sandboxes.handle import Sandbox
 from tests.sandboxes.cluster.real import RealCluster
 from tests.sandboxes.contract import Machines
 from tests.sandboxes.layouts import busybox_layout
@@ -43,10 +44,19 @@ class TestRealPods(PodContract):
             await machines.driver.create(machines.name(), machines.spec(image, start_seconds=60))
         assert "did not start within" not in str(raised.value)
 
+    async def test_nobody_answers_for_names(self, sandbox: Sandbox) -> None:
+        said = (await sandbox.exec(["cat", "/etc/resolv.conf"])).text
+        assert said.split() == ["nameserver", "127.0.0.1"]
+        for name in ("kubernetes.default.svc.cluster.local", "example.com"):
+            assert not (await sandbox.exec(["nslookup", name], timeout=30)).succeeded
+
+    async def test_nobody_makes_users_of_its_own(self, sandbox: Sandbox) -> None:
+        assert not (await sandbox.exec(["unshare", "-U", "true"], user="root")).succeeded
+
     async def test_a_quota_of_limits_admits_a_sandbox_with_limits(
         self, machines: Machines, cluster: RealCluster
     ) -> None:
-        async with _quota(cluster, {"limits.cpu": "1", "limits.memory": "1Gi", "pods": "1"}):
+        async with _quota(cluster, {"limits.cpu": "1", "limits.memory": "1Gi"}):
             async with machines.one(cpus=0.5, memory=64 << 20) as sandbox:
                 assert (await sandbox.exec(["echo", "here"])).text == "here\n"
             with pytest.raises(SandboxUnavailable, match=r"must specify limits\.cpu"):
@@ -68,7 +78,7 @@ async def _quota(cluster: RealCluster, hard: dict[str, str]) -> AsyncIterator[No
     await asyncio.to_thread(kubectl.apply, item)
     try:
         first = next(iter(hard)).replace(".", "\\.")
-        counted = f"--for=jsonpath={{.status.used.{first}}}=0"
+        counted = f"--for=jsonpath={{.status.used.{first}}}"
         await asyncio.to_thread(kubectl.run, "wait", "resourcequota/quota", counted, "--timeout=120s")
         yield
     finally:
