@@ -88,6 +88,9 @@ async def test_what_was_lost_on_the_way_is_in_the_state(
     class Loses:
         """A player whose machines are lost."""
 
+        def starting(self, *_: object) -> None:
+            pass
+
         async def play(self, *_: object) -> TaskResult:
             if isinstance(outcome := outcomes.pop(0), TaskResult):
                 return outcome

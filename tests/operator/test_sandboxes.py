@@ -117,6 +117,16 @@ def test_a_job_without_sandboxes_has_nothing_of_it() -> None:
     assert not [item for item in render.build_network_policies(made) if "sandbox" in item["metadata"]["name"]]
 
 
+@pytest.mark.parametrize(("ahead", "more"), [({}, 1), ({"startAhead": 0}, 0), ({"startAhead": 5}, 5)])
+def test_quota_is_asked_for_those_that_start_ahead_too(ahead: dict[str, Any], more: int) -> None:
+    made = context(environment(resources={"limits": {"cpu": 1}}, **ahead))
+    rollout = made.job.spec.rollout.model_copy(update={"concurrency": 8})
+    job = made.job.model_copy(update={"spec": made.job.spec.model_copy(update={"rollout": rollout})})
+    [found] = render.sandbox_pod_sets(dataclasses.replace(made, job=job))
+    workers = min(job.spec.workers.replicas, made.shards)
+    assert found.pods == workers * (8 + more)
+
+
 def placements(made: RenderContext) -> dict[str, sandboxes.Placement]:
     """Where the workers are told that sandboxes may be, by their environment."""
     found = variables(render.build_workers_job(made, suspend=False)).get(sandboxes.PLACEMENT_VARIABLE)
