@@ -69,11 +69,14 @@ class Played:
     Attributes:
         seconds: Its duration.
         idle: The part of its places' time for which they waited for a machine.
+        wait: Mean seconds for which a trajectory waited, without those that had a place at once, whose starts nothing
+            hides.
         used, unused: Machines that were started ahead.
     """
 
     seconds: float
     idle: float
+    wait: float
     used: float
     unused: float
 
@@ -126,7 +129,13 @@ async def played(row: dict[str, Any], seconds: list[list[float]], ahead: int, *,
         await runner.close()
     assert count == len(waited) == sum(map(len, seconds))
     used, unused = (environment.meters.value(metrics.SANDBOXES_PREPARED, result) for result in (USED, UNUSED))
-    return Played(seconds=took, idle=sum(waited) / (took * CONCURRENCY), used=used, unused=unused)
+    return Played(
+        seconds=took,
+        idle=sum(waited) / (took * CONCURRENCY),
+        wait=statistics.mean(waited[CONCURRENCY:] or [0.0]),
+        used=used,
+        unused=unused,
+    )
 
 
 async def measured(directory: Path, numbers: list[int], rounds: int) -> dict[str, list[Played]]:
@@ -176,8 +185,10 @@ def main() -> None:
     for name, runs in found.items():
         seconds = statistics.mean(one.seconds for one in runs)
         idle = statistics.mean(one.idle for one in runs)
+        wait = statistics.mean(one.wait for one in runs)
         print(
-            f"{name:<10} {seconds:6.1f} s  {seconds / bound:5.3f} x  places waited {idle:6.1%}  "
+            f"{name:<10} {seconds:6.1f} s  {seconds / bound:5.3f} x  places waited {idle:6.1%}, "
+            f"later trajectories {wait:6.3f} s  "
             f"used {sum(one.used for one in runs):g}, unused {sum(one.unused for one in runs):g}"
         )
 
