@@ -226,6 +226,12 @@ class DriverContract:
         with pytest.raises(CommandNotStarted, match="no user 'somebody' in /etc/passwd"):
             await sandbox.exec(["true"], user="somebody")
 
+    async def test_users_of_the_image_are_found_when_somebody_has_deleted_them(self, sandbox: Sandbox) -> None:
+        await sandbox.exec("rm -f /etc/passwd /etc/group", user="0")
+        assert (await sandbox.exec("id -u; id -g", user="root")).text == "0\n0\n"
+        assert (await sandbox.exec("id -u; id -g", user="app")).text == "1000\n1000\n"
+        assert (await sandbox.exec("id -u; id -g", user="1001:wheel")).text == "1001\n10\n"
+
     async def test_an_image_says_who_works_where(self, machines: Machines) -> None:
         async with machines.one("user", environment={"TASK": "7"}) as sandbox:
             done = await sandbox.exec("id -un; pwd; echo $HOME $TASK; touch mine && stat -c %U mine")

@@ -518,6 +518,7 @@ def main(settings: Settings) -> NoReturn:
     os.umask(0o022)
     processes.close_to_others()
     processes.become_reaper()
+    users.remember()
     server = Server(settings, listening(settings))
     reason = server.serve()
     processes.log(f"the sandbox ends: {reason}")

@@ -28,14 +28,23 @@ class User(NamedTuple):
     home: str = "/"
 
 
+_at_start: dict[str, list[list[str]]] = {}
+"""Entries of the files as they were when the server began."""
+
+
+def remember() -> None:
+    """Keep whom the image names: what an agent deletes is found nevertheless, so that it ends nobody else's commands."""
+    _at_start.update({_PASSWD: _entries(_PASSWD, 7), _GROUP: _entries(_GROUP, 4)})
+
+
 def find(text: str) -> User:
     """The user that an image or a request names: `name`, `uid`, `name:group` or `uid:gid`, as in a Dockerfile's USER.
 
     Raises:
-        UnknownUser: It is not there.
+        UnknownUser: It is not there, and was not when the server began.
     """
     user, _, group = text.partition(":")
-    entries = _entries(_PASSWD, 7)
+    entries = [*_entries(_PASSWD, 7), *_at_start.get(_PASSWD, ())]
     found = next((entry for entry in entries if entry[0] == user), None)
     if found is None and user.isdecimal():
         found = next((entry for entry in entries if entry[2] == user), ["", "", user, "0", "", "/", ""])
@@ -44,17 +53,21 @@ def find(text: str) -> User:
     gid = int(found[3])
     if group:
         gid = _group(group)
-    groups = tuple(int(entry[2]) for entry in _entries(_GROUP, 4) if found[0] and found[0] in entry[3].split(","))
+    groups = tuple(int(entry[2]) for entry in _groups() if found[0] and found[0] in entry[3].split(","))
     return User(uid=int(found[2]), gid=gid, groups=groups, name=found[0], home=found[5] or "/")
 
 
 def _group(text: str) -> int:
     if text.isdecimal():
         return int(text)
-    for entry in _entries(_GROUP, 4):
+    for entry in (*_groups(), *_at_start.get(_GROUP, ())):
         if entry[0] == text:
             return int(entry[2])
     raise UnknownUser(f"the image has no group {text!r} in {_GROUP}")
+
+
+def _groups() -> list[list[str]]:
+    return _entries(_GROUP, 4) or _at_start.get(_GROUP, [])
 
 
 def _entries(path: str, fields: int) -> list[list[str]]:
