@@ -26,7 +26,7 @@ def tasks() -> None:
 @click.option(
     "--network",
     type=click.Choice(["None", "All"]),
-    help="What machines may reach, whatever a task says; absent: tasks that ask for a network are refused.",
+    help="The most that machines may reach; absent: tasks that ask for a network are refused.",
 )
 @click.option(
     "--allow",
