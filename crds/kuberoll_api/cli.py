@@ -22,6 +22,7 @@ SUMMARIES = {
     "aggregate": "Compute the numbers of a run again.",
     "apply": "Apply a manifest to a cluster, with the files beside it.",
     "bench": "Record runs, and replay them in virtual time.",
+    "certify": "Grade right and wrong answers to the rows of a job, before a run.",
     "crd": "Print the CustomResourceDefinition of the RolloutJob.",
     "env": "List, write, test and play environments.",
     "export": "Write a run in a format of a trainer's library.",

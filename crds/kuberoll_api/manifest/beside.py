@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Final, NamedTuple
 
+from kuberoll_api.manifest.certificates import certificates_file
 from kuberoll_api.manifest.modules import files_of_modules, imported_modules, module_file
 from kuberoll_api.manifest.tasks import directories_of, files_of_task, is_task, rows_of, tasks_in
 from kuberoll_api.model.dataset import DatasetSource
@@ -93,6 +94,8 @@ def files_beside(job: RolloutJob, base: FilePath, *, include: Sequence[str] = ()
     rows, problems = _rows(job, base)
     programs, more_problems = _programs(job, base)
     found += rows + programs
+    if (certificates := _certificates(job, base)) is not None:
+        found.append(certificates)
     problems += more_problems
     for pattern in include:
         more = [path for path in sorted(base.glob(pattern)) if path.is_file()] if _is_below(pattern) else []
@@ -135,6 +138,14 @@ def _rows(job: RolloutJob, base: FilePath) -> tuple[list[FilePath], list[Finding
             found += tasks
             problems += problem
     return found, problems
+
+
+def _certificates(job: RolloutJob, base: FilePath) -> FilePath | None:
+    """The file beside the manifest with the certificates that a job demands; None: there is none to ship."""
+    name = certificates_file(job)
+    if job.spec.dataset.certify.mode == "Off" or "://" in name or not _is_below(name) or not (base / name).is_file():
+        return None
+    return base / name
 
 
 def _has_tasks(job: RolloutJob) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Final, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from pydantic.alias_generators import to_camel
@@ -175,6 +175,27 @@ class DatasetPart(Model):
         return self
 
 
+class Certify(Model):
+    """Demand that the rewards of each row were tried by `kuberoll certify`."""
+
+    mode: Literal["Require", "Warn", "Off"] = Field(
+        default="Off",
+        description="Require: a run is refused before any engine starts if a row has no valid certificate. Warn: that "
+        "is logged. Off: certificates are not read.",
+    )
+    file: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
+        default=None,
+        description="The certificates, a path (relative to the manifest) or a URI; absent: the dataset's path with "
+        "`.certificates.jsonl` at its end, or a file of the job's name beside the manifest.",
+    )
+    repetitions: int = Field(
+        default=5, ge=1, le=1000, description="Least number of times that each answer must have been graded."
+    )
+    strict: bool = Field(
+        default=False, description="Rows count as refused of which a certificate says that something is unproven."
+    )
+
+
 class Dataset(Model):
     """The prompts, and the number of samples of each."""
 
@@ -216,6 +237,9 @@ class Dataset(Model):
     )
     prompt_template: Annotated[PromptTemplate | None, IDENTITY] = Field(
         default=None, description="Template of the prompt for rows that have neither `messages` nor `prompt`."
+    )
+    certify: Annotated[Certify, OPERATION] = Field(
+        default_factory=Certify, description="Whether a run demands certificates of its rows."
     )
 
     @model_validator(mode="after")

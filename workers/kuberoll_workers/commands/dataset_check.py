@@ -29,10 +29,11 @@ def check_dataset(job: RolloutJob, base: Path) -> tuple[str, list[str]]:
         A summary in one line, empty if there is none; and the errors, of the first ten invalid rows at most.
     """
     from kuberoll_workers.data.tracebacks import with_frames
+    from kuberoll_workers.dataset.certificates import coverage
     from kuberoll_workers.dataset.inputs import scan
     from kuberoll_workers.dataset.rows import DatasetError
     from kuberoll_workers.local.options import import_directories
-    from kuberoll_workers.worker.environments import isolated_environment_factory
+    from kuberoll_workers.worker.environments import isolated_environment_factory, remote_digests
 
     errors: list[str] = []
 
@@ -47,6 +48,7 @@ def check_dataset(job: RolloutJob, base: Path) -> tuple[str, list[str]]:
     try:
         environment = isolated_environment_factory(job, protected=())
         summary = scan(job, base=base, environment=environment, refused=refused)
+        certified = coverage(job, base=base, environment=environment, remote=lambda: remote_digests(job))
     except _TooMany:
         return "", [*errors, f"these are the first {_MOST_ERRORS} invalid rows; later ones were not read"]
     except DatasetError as error:
@@ -54,7 +56,10 @@ def check_dataset(job: RolloutJob, base: Path) -> tuple[str, list[str]]:
         return "", errors or [with_frames(error)]
     finally:
         sys.path[:] = path
-    return ("", errors) if errors else (_described(summary), [])
+    if certified is not None and certified.wrong and job.spec.dataset.certify.mode == "Require":
+        errors.append(certified.refusal())
+    text = _described(summary) if certified is None else f"{_described(summary)}; certificates: {certified}"
+    return ("", errors) if errors else (text, [])
 
 
 def _described(summary: InputSummary) -> str:

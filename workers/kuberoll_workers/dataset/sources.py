@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import orjson
 
+from kuberoll_api.manifest.certificates import SUFFIX
 from kuberoll_api.model.dataset import HuggingFaceSource
 from kuberoll_workers.data.extras import installation, unusable_store
 from kuberoll_workers.dataset.rows import DatasetError, RowPosition
@@ -135,7 +136,11 @@ def _files(filesystem: AbstractFileSystem, path: str, uri: str, field: str) -> l
             return sorted(files)
         if any(letter in path for letter in "*?[") and not filesystem.exists(path):
             names = [str(name) for name in filesystem.glob(path)]
-            files = sorted(name for name in names if not _name(name).startswith(".") and filesystem.isfile(name))
+            files = sorted(
+                name
+                for name in names
+                if not _name(name).startswith(".") and not name.endswith(SUFFIX) and filesystem.isfile(name)
+            )
             if not files:
                 raise DatasetError(f"{field}.uri: {uri}: no file matches")
             return files
@@ -148,8 +153,10 @@ def _name(path: str) -> str:
 
 def _looks_like_rows(path: str) -> bool:
     name = _name(path).lower()
-    return not name.startswith((".", "_")) and name.endswith(
-        tuple(suffix + compressed for suffix in _SUFFIXES for compressed in _COMPRESSED)
+    return (
+        not name.startswith((".", "_"))
+        and name.endswith(tuple(suffix + compressed for suffix in _SUFFIXES for compressed in _COMPRESSED))
+        and not name.endswith(SUFFIX)
     )
 
 

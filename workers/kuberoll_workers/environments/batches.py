@@ -15,14 +15,17 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 from kuberoll_workers.data.plain import own_copy
 from kuberoll_workers.environments.interface import (
     ChatMessage,
+    EnvironmentInterface,
     Episode,
     EpisodeEnd,
     EpisodeStart,
     GroupMember,
     GroupScore,
     Metadata,
+    Trials,
 )
 from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, split_return, split_scores, split_starts
+from kuberoll_workers.environments.trials import split_trials
 
 _Result = TypeVar("_Result", covariant=True)
 
@@ -133,7 +136,7 @@ class ResetBatch:
         reset = getattr(environment, "reset", None)
         if reset is None:
             return [None] * len(self.episodes)
-        return reset([_own_episode(episode) for episode in self.episodes])
+        return reset(list(map(_own_episode, self.episodes)))
 
     def split(self, returned: Any) -> list[EpisodeStart | EnvironmentFault]:
         return split_starts(returned, len(self.episodes))
@@ -240,12 +243,54 @@ class GroupBatch:
         return [split_scores(returned, len(self.members))]
 
 
-AnyBatch = StepBatch | ResetBatch | CloseBatch | GroupBatch
+@dataclass(frozen=True, slots=True)
+class TrialsBatch:
+    """Episodes whose right and wrong answers are asked for."""
+
+    method: ClassVar[str] = "trials"
+    # A row that the environment cannot read must not hide those of others.
+    shared: ClassVar[bool] = False
+
+    episodes: Sequence[Episode]
+
+    @classmethod
+    def of(cls, items: Sequence[Episode]) -> Self:
+        return cls(items)
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    def invoke(self, environment: Any) -> Any:
+        full = getattr(environment, "full_reward", None)
+        asked = [
+            (_asked(environment, "solution", one), _asked(environment, "attacks", one), full)
+            for one in map(_own_episode, self.episodes)
+        ]
+        return _all(asked) if any(map(inspect.isawaitable, (part for one in asked for part in one))) else asked
+
+    def split(self, returned: Any) -> list[Trials | EnvironmentFault]:
+        return split_trials(returned)
+
+
+AnyBatch = StepBatch | ResetBatch | CloseBatch | GroupBatch | TrialsBatch
 PreparingBatch = PrepareBatch | DiscardBatch
 """Batches that only executors of this process run."""
 
 
+def _asked(environment: Any, name: str, episode: Episode) -> Any:
+    """What one of the optional methods returns, which may be an awaitable; None if the environment lacks it."""
+    method = getattr(environment, name, None)
+    # The interface's own methods only say that there is none.
+    missing = method is None or getattr(type(environment), name, None) is getattr(EnvironmentInterface, name)
+    return None if missing else method(episode)
+
+
+async def _all(asked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return [tuple([await part if inspect.isawaitable(part) else part for part in one]) for one in asked]
+
+
 def _own_episode(episode: Episode) -> Episode:
+    """An episode that shares nothing with the given one."""
     return replace(
         episode,
         messages=own_messages(episode.messages),

@@ -21,7 +21,7 @@ from kuberoll_api.model.environments import AGENT_TYPE
 from kuberoll_workers.data.lasting import is_lasting
 from kuberoll_workers.data.plain import NotPlain, message_of, plain
 from kuberoll_workers.environments import messages, process_access
-from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, awaited
+from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, TrialsBatch, awaited
 from kuberoll_workers.environments.channel import Answerer
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.outcome import EnvironmentFault, EpisodeLost, StepInvalid, StepRaised, fault_of
@@ -121,7 +121,7 @@ class ServedEnvironment:
             if ends:
                 _call(self._environment, CloseBatch(ends))
             return [None] * len(batch)
-        if isinstance(batch, GroupBatch):
+        if isinstance(batch, GroupBatch | TrialsBatch):
             return _call(self._environment, batch)
         lost = [item.episode for item in batch.items if item.episode is not None and item.episode not in self._open]
         if lost:

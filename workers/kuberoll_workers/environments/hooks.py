@@ -22,6 +22,7 @@ class Hooks(msgspec.Struct, array_like=True, frozen=True):
         declares_tools: `reset` declares tools in every episode.
         prepare: It prepares episodes before they begin.
         prepare_ahead: How many at most; None: it does not say.
+        trials: It has `solution` or `attacks`, or says what the full reward is.
     """
 
     reset: bool = False
@@ -32,6 +33,7 @@ class Hooks(msgspec.Struct, array_like=True, frozen=True):
     declares_tools: bool = False
     prepare: bool = False
     prepare_ahead: int | None = None
+    trials: bool = False
 
     @property
     def episodic(self) -> bool:
@@ -65,6 +67,9 @@ class Hooks(msgspec.Struct, array_like=True, frozen=True):
             declares_tools=getattr(environment, "declares_tools", False) is True,
             prepare=_has(environment, "prepare"),
             prepare_ahead=getattr(environment, "prepare_ahead", None),
+            trials=_has(environment, "solution")
+            or _has(environment, "attacks")
+            or getattr(environment, "full_reward", None) is not None,
         )
 
 

@@ -269,6 +269,25 @@ class ScoringCase:
     seed: int = 0
 
 
+Responses = Sequence[str | ChatMessage]
+"""The policy's responses of one episode, one for each turn: texts, or messages where they call tools."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """Responses that show whether the rewards of a row can be trusted, as `solution` and `attacks` give them.
+
+    Attributes:
+        solutions: Right answers by name, each the messages of its turns; empty: the environment knows none.
+        attacks: Wrong answers by name, which must not get the full reward.
+        full_reward: Reward of a right answer; None: the environment does not say.
+    """
+
+    solutions: Mapping[str, Sequence[ChatMessage]]
+    attacks: Mapping[str, Sequence[ChatMessage]]
+    full_reward: float | None = None
+
+
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
     """Interface of environments, which step batches of episodes.
 
@@ -288,6 +307,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
             `kuberoll env list`.
         prepare_ahead: Maximum number of episodes that are prepared and have not begun, of one with `prepare`; 0: none;
             None: a part of rollout.concurrency.
+        full_reward: Reward of a right answer, for `kuberoll certify`; None: 1.
+        unprovable: Why `kuberoll certify` can try no row, in a few words; None: it can.
     """
 
     recovery: ClassVar[Recovery] = "metadata"
@@ -295,6 +316,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
     scoring_cases: ClassVar[Sequence[ScoringCase | Mapping[str, Any]] | Callable[..., Any]] = ()
     row_metadata: ClassVar[Mapping[str, str]] = {}
     prepare_ahead: int | None = None
+    full_reward: ClassVar[float | None] = None
+    unprovable: ClassVar[str | None] = None
 
     @abc.abstractmethod
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
@@ -389,6 +412,26 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
             UnusableRow: The row's metadata is wrong.
         """
         raise NotImplementedError(f"{type(self).__name__} does not score groups")
+
+    def solution(self, episode: Episode) -> Responses | Mapping[str, Responses] | None:
+        """The right answer of a row, for `kuberoll certify`; optional.
+
+        Called in any instance, and not between `reset` and `close`: it must depend on nothing but its argument.
+
+        Args:
+            episode: With the messages and the metadata that `reset` has added, if there is one.
+
+        Returns:
+            The responses of all turns; several solutions by name, which must all be right; None: none is known.
+        """
+        raise NotImplementedError(f"{type(self).__name__} knows no solutions")
+
+    def attacks(self, episode: Episode) -> Mapping[str, Responses]:
+        """Wrong answers by name that a careless grader may accept, for `kuberoll certify`; optional.
+
+        Called as `solution` is. No answer, the prompt itself and the like are tried with every environment.
+        """
+        raise NotImplementedError(f"{type(self).__name__} knows no attacks")
 
     def shutdown(self) -> None:
         """Free what the environment holds; optional. Called once, after all episodes have ended."""

@@ -16,7 +16,15 @@ import orjson
 from kuberoll_workers.data.causes import NO_EVIDENCE, REASONS, Cause, Evidence
 from kuberoll_workers.data.plain import NotPlain, parse
 from kuberoll_workers.data.tracebacks import Traceback
-from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, StepBatch, StepItem
+from kuberoll_workers.environments.batches import (
+    AnyBatch,
+    CloseBatch,
+    GroupBatch,
+    ResetBatch,
+    StepBatch,
+    StepItem,
+    TrialsBatch,
+)
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import (
     EndReason,
@@ -26,6 +34,7 @@ from kuberoll_workers.environments.interface import (
     GroupMember,
     GroupScore,
     Metadata,
+    Trials,
 )
 from kuberoll_workers.environments.outcome import (
     EnvironmentFault,
@@ -40,6 +49,7 @@ from kuberoll_workers.environments.outcome import (
     check_start,
     split_scores,
 )
+from kuberoll_workers.environments.trials import check_trials
 
 MAX_BYTES: Final = 256 << 20
 """Maximum size of a message; whoever announces a longer one is not used any more."""
@@ -232,6 +242,21 @@ class GroupAnswer(msgspec.Struct):
     scores: list[Score]
 
 
+class TrialsItem(msgspec.Struct, omit_defaults=True):
+    """The `Trials` of an episode, or the fault of this episode alone."""
+
+    solutions: dict[str, list[dict[str, Any]]] = {}
+    attacks: dict[str, list[dict[str, Any]]] = {}
+    full_reward: float | None = None
+    fault: Fault | None = None
+
+
+class TrialsAnswer(msgspec.Struct):
+    """Answer of `trials`, whose request is one of `reset`: one item for each episode, in their order."""
+
+    trials: list[TrialsItem]
+
+
 class PostProcessRequest(msgspec.Struct):
     """Request of `post_process`: the columns of the environment's finished trajectories."""
 
@@ -314,7 +339,7 @@ def request_of(batch: AnyBatch) -> bytes:
     match batch:
         case StepBatch():
             return encode(StepRequest([Step(item.log, _raw(item.metadata), item.episode) for item in batch.items]))
-        case ResetBatch():
+        case ResetBatch() | TrialsBatch():
             return encode(ResetRequest([_episode_item(episode) for episode in batch.episodes]))
         case GroupBatch():
             return encode(GroupRequest([_member_item(member) for member in batch.members]))
@@ -332,6 +357,8 @@ def batch_of(data: bytes, method: str) -> AnyBatch:
         return StepBatch([StepItem(item.log, _value(item.metadata), item.episode) for item in steps])
     if method == ResetBatch.method:
         return ResetBatch([_episode(item) for item in decode_request(data, ResetRequest).episodes])
+    if method == TrialsBatch.method:
+        return TrialsBatch([_episode(item) for item in decode_request(data, ResetRequest).episodes])
     if method == GroupBatch.method:
         return GroupBatch([_member(item) for item in decode_request(data, GroupRequest).members])
     ends = decode_request(data, CloseRequest).ends
@@ -348,6 +375,8 @@ def answer_of(batch: AnyBatch, results: Sequence[Any]) -> bytes:
         case GroupBatch():
             (scores,) = results
             return encode(GroupAnswer([Score(score.reward, _raw(score.metadata)) for score in scores]))
+        case TrialsBatch():
+            return encode(TrialsAnswer([_trials_item(item) for item in results]))
     return EMPTY
 
 
@@ -370,6 +399,10 @@ def decode_results(data: bytes, batch: AnyBatch) -> Sequence[Any]:
             scores = decode_answer(data, GroupAnswer).scores
             _check_count(scores, batch)
             return [_received_scores(scores)]
+        case TrialsBatch():
+            trials = decode_answer(data, TrialsAnswer).trials
+            _check_count(trials, batch)
+            return [_received_trials(item) for item in trials]
     return [None] * len(batch)
 
 
@@ -571,6 +604,25 @@ def _received_scores(items: Sequence[Score]) -> list[GroupScore] | EnvironmentFa
         return split_scores(scores, len(items))
     except StepInvalid as fault:
         return fault
+
+
+def _trials_item(trials: Trials | EnvironmentFault) -> TrialsItem:
+    if isinstance(trials, EnvironmentFault):
+        return TrialsItem(fault=fault_message(trials))
+    return TrialsItem(
+        solutions={name: list(responses) for name, responses in trials.solutions.items()},
+        attacks={name: list(responses) for name, responses in trials.attacks.items()},
+        full_reward=trials.full_reward,
+    )
+
+
+def _received_trials(item: TrialsItem) -> Trials | EnvironmentFault:
+    if item.fault is not None:
+        return _fault(item.fault)
+    try:
+        return check_trials(Trials(solutions=item.solutions, attacks=item.attacks, full_reward=item.full_reward))
+    except (NotPlain, StepInvalid) as error:
+        return StepInvalid(str(error))
 
 
 def _episode_item(episode: Episode) -> EpisodeItem:

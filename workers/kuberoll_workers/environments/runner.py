@@ -19,6 +19,7 @@ from kuberoll_workers.environments.batches import (
     ResetBatch,
     StepBatch,
     StepItem,
+    TrialsBatch,
 )
 from kuberoll_workers.environments.executor import Executor, PreparingExecutor
 from kuberoll_workers.environments.hooks import NO_HOOKS, Hooks
@@ -31,6 +32,7 @@ from kuberoll_workers.environments.interface import (
     GroupMember,
     GroupScore,
     Metadata,
+    Trials,
 )
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome
 
@@ -191,6 +193,20 @@ class EnvironmentRunner:
         """
         scores: list[GroupScore] = await self._least_used().call(GroupBatch, members)
         return scores
+
+    async def find_trials(self, episode: Episode) -> Trials:
+        """Ask for right and wrong answers of an episode; there are none where the environment has no such methods.
+
+        Args:
+            episode: As `reset` has left it; it need not be open.
+
+        Raises:
+            EnvironmentFault: The environment could not be asked.
+        """
+        if not (await self.find_hooks()).trials:
+            return Trials(solutions={}, attacks={})
+        trials: Trials = await self._least_used().call(TrialsBatch, episode)
+        return trials
 
     def end(
         self, name: str, metadata: Metadata, reason: EndReason, closed: Callable[[bool], None] | None = None

@@ -19,12 +19,19 @@ from kuberoll_workers.data.tokenization import TemplateRefused
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.data.tokenizer_files import model_directory, tokenizer_directory
 from kuberoll_workers.data.tracebacks import with_frames
+from kuberoll_workers.dataset.certificates import coverage
 from kuberoll_workers.dataset.inputs import InputSummary, scan
 from kuberoll_workers.dataset.reading import DatasetError
+from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.output.manifest import RunManifest
 from kuberoll_workers.output.run_directory import pinned_revision
 from kuberoll_workers.serving.engines.registry import engine_kind
-from kuberoll_workers.worker.environments import check_environment, isolated_environment_factory, players_of
+from kuberoll_workers.worker.environments import (
+    check_environment,
+    isolated_environment_factory,
+    players_of,
+    remote_digests,
+)
 from kuberoll_workers.worker.settings import check_tools, job_tokenizer, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -98,7 +105,27 @@ def check(job: RolloutJob, *, base: Path, earlier: RunManifest | None = None) ->
         check_tools(job, source.tokenizer, with_tools or inputs.tools_at)
     except TemplateRefused as error:
         raise JobRefused(str(error)) from error
-    return Preflight(source=source, inputs=inputs, notes=tuple(_notes(job)), services=services)
+    notes = (*_notes(job), *_check_certificates(job, base))
+    return Preflight(source=source, inputs=inputs, notes=notes, services=services)
+
+
+def _check_certificates(job: RolloutJob, base: Path) -> Iterator[str]:
+    """Notes on what the certificates of the job's rows say.
+
+    Raises:
+        JobRefused: The job requires them, and rows have none that is valid and good.
+    """
+    environment = isolated_environment_factory(job, protected=())
+    try:
+        found = coverage(job, base=base, environment=environment, remote=lambda: remote_digests(job))
+    except (DatasetError, UnusableEnvironment) as error:
+        raise JobRefused(with_frames(error)) from error
+    if found is None:
+        return
+    if found.wrong and job.spec.dataset.certify.mode == "Require":
+        raise JobRefused(found.refusal())
+    yield f"certificates: {found}"
+    yield from found.named
 
 
 def check_model(job: RolloutJob, *, base: Path, earlier: RunManifest | None = None) -> ModelSource:

@@ -56,7 +56,9 @@ from kuberoll_workers.data.shards import shard_of, share
 from kuberoll_workers.data.tokenizer import check_compiles
 from kuberoll_workers.data.tokenizer_files import model_directory, tokenizer_directory
 from kuberoll_workers.data.tracebacks import attached_traceback
+from kuberoll_workers.dataset.certificates import coverage
 from kuberoll_workers.dataset.inputs import InputSummary, prompt_groups, scan
+from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.output import records
 from kuberoll_workers.output.feed_server import feed_routes
@@ -322,6 +324,7 @@ class ShardPod:
         sources = self._find_sources(read_manifest(storage))
         inputs = scan(job, base=self._base, environment=self._environments(), shards=config.shard_count)
         check_tools(job, self._tokenizer, with_tools or inputs.tools_at)
+        self._check_certificates()
         self._manifest = claim_output(
             storage,
             new_manifest(
@@ -330,6 +333,22 @@ class ShardPod:
         )
         self._inputs = inputs
         return storage
+
+    def _check_certificates(self) -> None:
+        """Log what the certificates of the job's rows say.
+
+        Raises:
+            DatasetError: The job requires them, and rows have none that is valid and good.
+        """
+        job = self._job
+        found = coverage(job, base=self._base, environment=self._environments(), remote=lambda: remote_digests(job))
+        if found is None:
+            return
+        if found.wrong and job.spec.dataset.certify.mode == "Require":
+            raise DatasetError(found.refusal())
+        _log.log(logging.WARNING if found.wrong else logging.INFO, "certificates: %s", found)
+        for text in found.named:
+            _log.warning("%s", text)
 
     def _find_sources(self, earlier: RunManifest | None) -> dict[str, str]:
         """Digests of the tokenizer, and the model's commit at the hub: its files are in other pods."""

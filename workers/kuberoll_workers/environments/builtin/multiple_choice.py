@@ -13,7 +13,7 @@ from kuberoll_workers.environments.builtin.choices import read_choice
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.responses import legible
 from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Reply, Turn, grade, mean
-from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
+from kuberoll_workers.environments.interface import Episode, Metadata, ScoringCase, UnusableRow
 
 TRUTH_KEYS = ("ground_truth", "expected_answer", "answer", "answerKey")
 OPTION_KEYS = ("options", "choices")
@@ -78,6 +78,23 @@ class MultipleChoiceEnvironment(GradedEnvironment):
         options, truth = self._question(state)
         choice = read_choice(reply, options, characters=self._config.max_characters, truncated=reply.truncated)
         return grade(choice == truth, state, choice)
+
+    def solution(self, episode: Episode) -> list[str]:
+        """The label of the right choice."""
+        _, truth = self._question(episode.metadata or {})
+        return [f"Answer: {truth}"]
+
+    def attacks(self, episode: Episode) -> dict[str, list[str]]:
+        """All choices at once, and another one."""
+        options, truth = self._question(episode.metadata or {})
+        others = [label for label in options if label != truth]
+        return {
+            "every choice": [f"Answer: {', '.join(options)}"],
+            "every choice boxed": [" or ".join(f"\\boxed{{{label}}}" for label in options)],
+            "every choice, a line each": ["\n".join(f"Answer: {label}" for label in [truth, *others])],
+            "the right choice or another": [f"The answer is {truth} or {others[0]}."],
+            **{f"the choice {label}": [f"Answer: {label}"] for label in others},
+        }
 
     def _question(self, state: Mapping[str, Any]) -> tuple[dict[str, str], str]:
         """The choices' texts by label, and the label of the right one."""

@@ -62,6 +62,7 @@ class RewardModelEnvironment(EnvironmentInterface):
     trajectory has its `score`, before scale and bounds. A server that cannot be asked is a failure, never a score.
     """
 
+    unprovable: ClassVar[str | None] = "a reward model decides"
     row_metadata: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:

@@ -13,8 +13,9 @@ from pydantic import Field
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.json_schema import is_json_of
 from kuberoll_workers.environments.builtin.responses import last_block, last_boxed, last_tagged, legible
+from kuberoll_workers.environments.builtin.trials import given_solutions
 from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Reply, Turn, grade
-from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
+from kuberoll_workers.environments.interface import Episode, Metadata, ScoringCase, UnusableRow
 
 MATCH_SECONDS = 1.0
 """Time limit of a regular expression; a response that needs more does not match."""
@@ -25,6 +26,13 @@ _KEYS = {
     "jsonSchema": ("schema", "schema_str"),
 }
 
+
+_FRAMES: Mapping[str, str] = {
+    "tag": "<answer>{}</answer>",
+    "boxed": r"\boxed{{{}}}",
+    "codeBlock": "```\n{}\n```",
+}
+_MOST_ACCEPTED = 3
 
 # For each mode: a row's metadata, right responses, and wrong ones.
 _CASES: Mapping[str, tuple[Mapping[str, Any], list[str], list[str]]] = {
@@ -74,8 +82,7 @@ class StringMatchEnvironment(GradedEnvironment):
 
     def scoring_cases(self) -> list[ScoringCase]:
         """Cases of this mode, with the compared part as the config wants it."""
-        form = {"tag": "<answer>{}</answer>", "boxed": r"\boxed{{{}}}", "codeBlock": "```\n{}\n```"}
-        text = form.get(self._config.part, "{}")
+        text = _FRAMES.get(self._config.part, "{}")
         metadata, right, wrong = _CASES[self._config.mode]
         return [
             ScoringCase(row={"metadata": metadata}, responses=[text.format(response)], reward=reward)
@@ -94,6 +101,31 @@ class StringMatchEnvironment(GradedEnvironment):
         part = None if unclosed and reply.truncated else self._part(reply)
         correct = self._matches(part or "", state) and part is not None
         return grade(correct, state, part)
+
+    def solution(self, episode: Episode) -> dict[str, list[str]] | None:
+        """The accepted text, or the row's solution, as the compared part of a response."""
+        state = episode.metadata or {}
+        texts = given_solutions(state)
+        if self._config.mode == "exact":
+            key = next((key for key in _KEYS["exact"] if state.get(key) is not None), None)
+            texts = _texts(state[key], key)[:_MOST_ACCEPTED] if key is not None else []
+        found = {f"the accepted text {number}": [self._framed(text)] for number, text in enumerate(texts, start=1)}
+        return found or None
+
+    def attacks(self, episode: Episode) -> dict[str, list[str]]:
+        """The accepted texts together, and with more around them."""
+        solutions = self.solution(episode) or {}
+        if not solutions:
+            return {}
+        [right, *_] = solutions.values()
+        return {
+            "something else": [self._framed("987654321 zyxwv")],
+            **({"right, and more": [f"{right[0]}, or 987654321 zyxwv"]} if self._config.part == "response" else {}),
+        }
+
+    def _framed(self, text: str) -> str:
+        """A response whose compared part is this text."""
+        return _FRAMES.get(self._config.part, "{}").format(text)
 
     def _part(self, text: str) -> str | None:
         """The compared part of a response; None if it has none."""

@@ -11,7 +11,15 @@ from typing import Any, Final, TypeVar
 
 from kuberoll_workers.data.causes import Cause, Evidence
 from kuberoll_workers.environments import messages
-from kuberoll_workers.environments.batches import AnyBatch, Batch, CloseBatch, GroupBatch, ResetBatch, StepBatch
+from kuberoll_workers.environments.batches import (
+    AnyBatch,
+    Batch,
+    CloseBatch,
+    GroupBatch,
+    ResetBatch,
+    StepBatch,
+    TrialsBatch,
+)
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EpisodeEnd
 from kuberoll_workers.environments.outcome import (
@@ -156,7 +164,7 @@ class RemoteExecutor:
         if isinstance(batch, CloseBatch):
             await asyncio.gather(*(self._close(CloseBatch([end])) for end in batch.ends))
             return [None] * len(batch)
-        if isinstance(batch, GroupBatch):
+        if isinstance(batch, GroupBatch | TrialsBatch):
             return await self._anywhere(batch)
         if len(batch) == 1:
             return await self._step(batch)

@@ -33,7 +33,7 @@ class Info(msgspec.Struct):
 
     Attributes:
         name: Name of the environment, for messages.
-        reset, close, shutdown, recovery, score_group, declares_tools: See `Hooks`.
+        reset, close, shutdown, recovery, score_group, declares_tools, trials: See `Hooks`.
         parallel: Number of calls that are worth sending at a time.
         digest: Digest of the environment's code; None: unknown.
     """
@@ -46,6 +46,7 @@ class Info(msgspec.Struct):
     recovery: Recovery = "metadata"
     score_group: bool = False
     declares_tools: bool = False
+    trials: bool = False
     parallel: int = 1
     digest: str | None = None
 
@@ -58,4 +59,5 @@ class Info(msgspec.Struct):
             recovery=self.recovery,
             score_group=self.score_group,
             declares_tools=self.declares_tools,
+            trials=self.trials,
         )

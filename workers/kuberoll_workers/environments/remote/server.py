@@ -20,7 +20,7 @@ from aiohttp import web
 
 from kuberoll_api import contract
 from kuberoll_workers.environments import messages
-from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, StepBatch
+from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, StepBatch, TrialsBatch
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EpisodeEnd, Metadata
 from kuberoll_workers.environments.outcome import (
@@ -42,7 +42,7 @@ IDLE_SECONDS: Final = 3600.0
 KEEP_ALIVE_SECONDS: Final = 3600.0
 """Time that an idle connection stays open: longer than any client keeps one, so that none is closed under a request."""
 
-_METHODS: Final = (StepBatch.method, ResetBatch.method, CloseBatch.method, GroupBatch.method)
+_METHODS: Final = (StepBatch.method, ResetBatch.method, CloseBatch.method, GroupBatch.method, TrialsBatch.method)
 _PLACES_PER_INSTANCE: Final = 2
 
 _log = logging.getLogger(__name__)
@@ -231,6 +231,7 @@ class EnvironmentServer:
             recovery=hooks.recovery,
             score_group=hooks.score_group,
             declares_tools=hooks.declares_tools,
+            trials=hooks.trials,
             parallel=(
                 len(self._lanes) * _PLACES_PER_INSTANCE
                 if hooks.stateful
@@ -261,7 +262,7 @@ class EnvironmentServer:
     async def _run_stateful(self, batch: AnyBatch, seconds: float) -> Sequence[Any]:
         if isinstance(batch, ResetBatch):
             return await self._reset(batch, seconds)
-        if isinstance(batch, GroupBatch):
+        if isinstance(batch, GroupBatch | TrialsBatch):
             return await min(self._lanes, key=lambda lane: lane.episodes).run(batch, seconds=seconds)
         if isinstance(batch, CloseBatch):
             closings = (self._end(end, seconds) for end in batch.ends)

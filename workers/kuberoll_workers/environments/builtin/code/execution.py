@@ -14,12 +14,14 @@ from kuberoll_workers.environments.builtin.code.extraction import program_of
 from kuberoll_workers.environments.builtin.code.formats import setup_of, tests_of
 from kuberoll_workers.environments.builtin.code.grading import Grade, UnusableTests, grade
 from kuberoll_workers.environments.builtin.code.tasks import generated_rows
+from kuberoll_workers.environments.builtin.code.trials import attacks_on, solutions_of
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.turn import Reply, Turn, batch_of, reply_of
 from kuberoll_workers.environments.interface import (
     ChatMessage,
     EnvironmentInterface,
     EnvironmentReturn,
+    Episode,
     Metadata,
     ScoringCase,
     UnusableRow,
@@ -74,7 +76,10 @@ class CodeExecutionEnvironment(EnvironmentInterface):
     confinement that does not work is a failure of the environment, and tests that cannot be used are one of the row.
     """
 
-    row_metadata: ClassVar[Mapping[str, str]] = {"tests": "inputs and outputs of a function or program, or assertions"}
+    row_metadata: ClassVar[Mapping[str, str]] = {
+        "tests": "inputs and outputs of a function or program, or assertions",
+        "solution": "for kuberoll certify, a right program, or a list of them",
+    }
     scoring_cases: ClassVar[Sequence[ScoringCase]] = [
         ScoringCase(
             row={"metadata": {"tests": {"fn_name": "double", "inputs": [[2], [5]], "outputs": [4, 10]}}},
@@ -140,6 +145,18 @@ class CodeExecutionEnvironment(EnvironmentInterface):
         """See `EnvironmentInterface.check_row`."""
         tests_of(metadata or {})
         setup_of(metadata or {})
+
+    def solution(self, episode: Episode) -> dict[str, list[str]] | None:
+        """The row's solutions, in the fields that known datasets have."""
+        texts = solutions_of(episode.metadata or {})
+        if len(texts) == 1:
+            return {"solution": texts}
+        return {f"solution {number}": [text] for number, text in enumerate(texts, start=1)} or None
+
+    def attacks(self, episode: Episode) -> dict[str, list[str]]:
+        """Programs that exit, print, patch and redefine instead of doing what is asked for."""
+        state = episode.metadata or {}
+        return attacks_on(tests_of(state), setup_of(state))
 
     def _turn(self, reply: Reply, state: dict[str, Any], prepared: Any) -> Turn:
         tests, setup = prepared

@@ -11,7 +11,7 @@ from kuberoll_workers.environments.builtin.code.extraction import program_of
 from kuberoll_workers.environments.builtin.code.tasks import generated_rows, solution_of
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.turn import Reply, Turn, TurnEnvironment, mean
-from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
+from kuberoll_workers.environments.interface import Episode, Metadata, ScoringCase, UnusableRow
 
 GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer", "canonical_solution")
 ALIGNED = 0.5
@@ -76,6 +76,10 @@ class CodeJaccardEnvironment(TurnEnvironment):
             terminated=True,
             answer=text.strip()[: self._config.max_characters],
         )
+
+    def solution(self, episode: Episode) -> list[str]:
+        """The reference itself."""
+        return [_ground_truth(episode.metadata or {})]
 
     def _compared(self, text: str, *, truncated: bool = False) -> str:
         if not self._config.extract_code:

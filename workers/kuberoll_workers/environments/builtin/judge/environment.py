@@ -110,6 +110,7 @@ class JudgeEnvironment(EnvironmentInterface):
     never a score.
     """
 
+    unprovable: ClassVar[str | None] = "a judge decides, whose verdicts are not recorded"
     row_metadata: ClassVar[Mapping[str, str]] = {
         "ground_truth": "or expected_answer, reference, answer: the reference answer, if the prompt shows one",
         "question": "the question that the judge reads; absent: the last message of the user",

@@ -88,6 +88,7 @@ class JudgePairsEnvironment(EnvironmentInterface):
     trajectory has its comparisons, with what the judge wrote.
     """
 
+    unprovable: ClassVar[str | None] = "a judge compares the answers of a group"
     row_metadata: ClassVar[Mapping[str, str]] = {
         "question": "the question that the judge reads; absent: the last message of the user",
         "ground_truth": "or expected_answer, reference, answer: the reference answer, if the prompt shows one",

@@ -27,8 +27,9 @@ from kuberoll_workers.environments.builtin.math.values import (
     read_value,
 )
 from kuberoll_workers.environments.builtin.question_process import CPU_SECONDS, LimitExceeded
+from kuberoll_workers.environments.builtin.trials import given_solutions
 from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Reply, Turn, grade
-from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
+from kuberoll_workers.environments.interface import Episode, Metadata, ScoringCase, UnusableRow
 
 GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer")
 
@@ -63,6 +64,7 @@ class MathAnswersEnvironment(GradedEnvironment):
 
     row_metadata: ClassVar[Mapping[str, str]] = {
         "ground_truth": "or expected_answer: the right answer, as a number, LaTeX or words",
+        "solution": "for kuberoll certify, a worked solution that ends with the answer",
     }
     scoring_cases: ClassVar[Sequence[ScoringCase]] = [
         ScoringCase(row={"metadata": {"ground_truth": truth}}, responses=[response], reward=reward)
@@ -117,6 +119,31 @@ class MathAnswersEnvironment(GradedEnvironment):
             correct, state = False, {**state, "grading": "limit"}
         return grade(correct, state, answers[-1] if answers else None)
 
+    def solution(self, episode: Episode) -> dict[str, list[str]]:
+        """The ground truth in a box, and the row's worked solution, if it ends with one answer: the two must agree."""
+        state = episode.metadata or {}
+        found = {"the ground truth": [f"\\boxed{{{_bare_truth(_ground_truth(state))}}}"]}
+        for number, text in enumerate(given_solutions(state), start=1):
+            if (stated := _stated_answer(text)) is not None:
+                found["the row's solution" + (f" {number}" if number > 1 else "")] = [stated]
+        return found
+
+    def attacks(self, episode: Episode) -> dict[str, list[str]]:
+        """Answers that a careless reader of boxes accepts: several, none of them, and ones that are taken back."""
+        truth = _bare_truth(_ground_truth(episode.metadata or {}))
+        if _WRONG in truth:
+            return {}
+        many = " ".join(f"\\boxed{{{number}}}" for number in range(-20, 101))
+        return {
+            "a wrong answer": [f"\\boxed{{{_WRONG}}}"],
+            "an empty box": ["The answer is \\boxed{}."],
+            "boxed numbers": [f"{many} \\boxed{{{_WRONG}}}"],
+            "right and wrong boxed": [f"\\boxed{{{truth}}} or \\boxed{{{_WRONG}}}"],
+            "wrong and right boxed": [f"\\boxed{{{_WRONG}}} and then \\boxed{{{truth}}}"],
+            "right or wrong in one box": [f"\\boxed{{{truth} \\text{{ or }} {_WRONG}}}"],
+            "right, taken back": [f"The answer is {truth}. Wait, it is {_WRONG}."],
+        }
+
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
         """Rows with small problems, alternating between arithmetic, fractions and linear equations."""
         draw = random.Random(seed)
@@ -154,6 +181,29 @@ def _ground_truth(state: Mapping[str, Any]) -> str:
 
 def _row_name(state: Mapping[str, Any]) -> str:
     return f"row {state['idx']!r}: " if "idx" in state else ""
+
+
+_WRONG = "987654321"
+
+
+def _bare_truth(text: str) -> str:
+    """A ground truth without the sentence or the delimiters around it."""
+    stated = final_answers(text) if _SENTENCE.search(text) else [text]
+    bare = (stated[0] if len(stated) == 1 else text).strip()
+    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        inner = bare[len(opening) : -len(closing)]
+        if bare.startswith(opening) and bare.endswith(closing) and opening not in inner and inner.strip():
+            return inner.strip()
+    return bare
+
+
+def _stated_answer(text: str) -> str | None:
+    """The answer that a worked solution states, as a response; None if it is not clear which that is."""
+    if not _SENTENCE.search(text):
+        return None
+    stated = final_answers(text)
+    # Steps may be in boxes, too; the last one is the answer.
+    return f"\\boxed{{{stated[-1]}}}" if stated else None
 
 
 _NOT_ONE_ANSWER = "cannot be read as one answer: write it as a number, as LaTeX or in words"

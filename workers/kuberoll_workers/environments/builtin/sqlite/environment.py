@@ -14,7 +14,7 @@ from kuberoll_workers.environments.builtin.question_process import LimitExceeded
 from kuberoll_workers.environments.builtin.responses import last_block
 from kuberoll_workers.environments.builtin.sqlite import tasks
 from kuberoll_workers.environments.builtin.turn import Turn, TurnEnvironment, count_of, first_tagged, mean
-from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
+from kuberoll_workers.environments.interface import Episode, Metadata, ScoringCase, UnusableRow
 
 STOP_STRINGS = ("</sql>", "</answer>")
 REFERENCE_KEYS = ("query", "SQL", "sql", "ground_truth")
@@ -281,6 +281,26 @@ class SqliteEnvironment(TurnEnvironment):
             found = f"the script or the reference cannot be run: {_LIMIT}"
         raised = found is not None and ("too many steps" in found or _LIMIT in found)
         return f"{found}; raise config.maxSteps and config.cpuSeconds, or leave the row out" if raised else found
+
+    def solution(self, episode: Episode) -> list[str]:
+        """The reference itself."""
+        state = episode.metadata or {}
+        reference = next(str(state[key]) for key in REFERENCE_KEYS if state.get(key) is not None)
+        if self._config.score == "State":
+            return [f"<sql>{reference}</sql>", "<answer>done</answer>"]
+        return [f"<answer>{reference}</answer>"]
+
+    def attacks(self, episode: Episode) -> dict[str, list[str]]:  # noqa: ARG002 - the same for all rows
+        """Answers that have nothing to do with the question, and statements that reach behind the tables."""
+        behind = "PRAGMA writable_schema=ON; DELETE FROM sqlite_master; ATTACH ':memory:' AS other;"
+        end = "done" if self._config.score == "State" else "SELECT 987654321"
+        return {
+            "done at once": ["<answer>done</answer>"],
+            "an empty answer": ["<answer></answer>"],
+            "an unrelated query": ["<answer>SELECT 987654321</answer>"],
+            "statements behind the tables": [f"<sql>{behind}</sql>", f"<answer>{end}</answer>"],
+            "an error as answer": ["<answer>SELECT * FROM no_such_table</answer>"],
+        }
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Add `accuracy`, and, if any answer was correct, `mean_queries_of_correct`."""

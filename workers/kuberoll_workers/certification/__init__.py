@@ -1,0 +1,1 @@
+"""Certification of rows: right and wrong answers are graded, again and again, before any engine runs."""

@@ -1,0 +1,119 @@
+"""Certification of a job: its rows become subjects of their environments, and certificates go into a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Final, Protocol
+
+from kuberoll_api.model.environments import Environment
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_workers.certification.certifying import certify
+from kuberoll_workers.certification.files import open_certificates
+from kuberoll_workers.certification.rows import RowSubject, Untried
+from kuberoll_workers.certification.subjects import Subject
+from kuberoll_workers.dataset.certificates import (
+    Certificate,
+    Certificates,
+    graders_of,
+    read_certificates,
+    row_digest,
+    rows_of,
+)
+from kuberoll_workers.dataset.inputs import scan
+from kuberoll_workers.dataset.rows import Row
+from kuberoll_workers.environments import registry
+from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.rollouts.seeds import job_seed, task_seed
+from kuberoll_workers.worker.environments import isolated_environment_factory, open_environments, remote_digests
+
+_SEED: Final = 0
+
+
+class Done(Protocol):
+    """Called with certificates as they come."""
+
+    def __call__(self, some: Sequence[Certificate], *, tried: bool) -> None:
+        """`tried`: they are new; else they were valid already."""
+
+
+MakeSubject = Callable[[Row, str], Subject]
+"""Makes the subject of a row, with its digest."""
+
+
+async def certify_job(
+    job: RolloutJob, base: Path, location: str, *, repetitions: int, parallel: int, force: bool, done: Done
+) -> None:
+    """Certify all rows of a job that have no valid certificate.
+
+    Args:
+        base: The manifest's directory.
+        location: Path of the file with the certificates.
+        repetitions: How often each answer is graded.
+        parallel: Rows at a time.
+        force: Try also rows that have a valid certificate.
+
+    Raises:
+        DatasetError: A row is invalid.
+        UnusableEnvironment: An environment cannot be created.
+        NotWritable: The file cannot be written.
+    """
+    environment = isolated_environment_factory(job, protected=())
+    scan(job, base=base, environment=environment)
+    graders = graders_of(job, remote_digests(job))
+    reasons = {spec.name: reason for spec in job.spec.environments if (reason := _why_not(spec)) is not None}
+    async with AsyncExitStack() as stack:
+        file = stack.enter_context(open_certificates(location))
+        runners = await stack.enter_async_context(open_environments(_without(job, reasons)))
+        known = Certificates(read_certificates(location))
+
+        def subjects() -> Iterator[Subject]:
+            for number, row in enumerate(rows_of(job, base=base, environment=environment)):
+                digest = row_digest(row, base)
+                valid = known.valid(digest, row.task_name, graders[row.task_name], repetitions=repetitions)
+                if valid is not None and not force:
+                    done([valid], tried=False)
+                    continue
+                yield _subject(job, row, digest, number, runners, reasons)
+
+        async for some in certify(subjects(), graders, repetitions=repetitions, parallel=parallel, seed=_SEED):
+            file.append(some)
+            done(some, tried=True)
+
+
+def _subject(
+    job: RolloutJob,
+    row: Row,
+    digest: str,
+    number: int,
+    runners: Mapping[str, EnvironmentRunner],
+    reasons: Mapping[str, str],
+) -> Subject:
+    if (reason := reasons.get(row.task_name)) is not None:
+        return Untried(label=row.where, digest=digest, environment=row.task_name, idx=row.idx, reason=reason)
+    base_seed = job_seed(job.metadata.name, job.spec.generation.sampling.seed)
+    return RowSubject(
+        row,
+        runners[row.task_name],
+        digest=digest,
+        seed=task_seed(base_seed, number),
+        max_turns=job.spec.rollout.max_turns,
+    )
+
+
+def _why_not(spec: Environment) -> str | None:
+    """Why the rows of an environment cannot be tried; None if they can."""
+    if spec.player is not None or spec.agent is not None:
+        return "an agent plays it: its reward is of what it did, not of an answer"
+    if spec.type is None:
+        # Its class is not loaded here, where its code need not run.
+        return None
+    reason: str | None = getattr(registry.resolve(type=spec.type), "unprovable", None)
+    return reason
+
+
+def _without(job: RolloutJob, reasons: Mapping[str, str]) -> RolloutJob:
+    """The job without the environments that are not tried."""
+    kept = [spec for spec in job.spec.environments if spec.name not in reasons]
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"environments": kept})})
