@@ -11,8 +11,8 @@ from kuberoll_workers.environments.interface import ChatMessage
 
 _FENCE: Final = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _STATED: Final = re.compile(
-    r"(?i)\b(?:(?:final|correct|right|expected|true|reference)\s+)?(?:answer|solution|result|output|ground[ _]truth|key)"
-    r"\b\s*(?:is|are|equals|:|=)\s*:?\s*(?P<answer>[^\n]{1,200})"
+    r"(?i)\b(?:(?:final|correct|right|expected|true|reference)\s+)?(?:answer|solution|result|output"
+    r"|ground[ _]truth|key)\b\s*(?:is|are|equals|:|=)\s*:?\s*(?P<answer>[^\n]{1,200})"
 )
 _NUMBER: Final = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 _FRAME: Final = re.compile(

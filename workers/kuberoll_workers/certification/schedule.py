@@ -9,7 +9,7 @@ from typing import Final
 from kuberoll_workers.certification.trials import Trial
 
 ATTACK_ROUNDS: Final = 2
-"""Rounds in which attacks are graded, the first ones: there are many, and a grader that is flaky shows by the others."""
+"""Rounds in which attacks are graded, the first ones: there are many, and flaky graders show by the others."""
 
 
 def rounds(rows: Sequence[Sequence[Trial]], repetitions: int, seed: int) -> Iterator[list[tuple[int, list[Trial]]]]:

@@ -187,8 +187,8 @@ def _of_flakes(repeated: Sequence[Repeated]) -> Iterator[Finding]:
         else:
             yield Finding(
                 kind="flaky",
-                text=f"flaky: {_name(one)} gets different rewards ({listed}); about {rate['rate']:.0%} differ, with 95 % "
-                f"confidence {rate['low']:.0%} to {rate['high']:.0%}",
+                text=f"flaky: {_name(one)} gets different rewards ({listed}); about {rate['rate']:.0%} differ, "
+                f"with 95 % confidence {rate['low']:.0%} to {rate['high']:.0%}",
                 trial=one.trial.name,
                 **rate,
             )

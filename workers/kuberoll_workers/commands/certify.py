@@ -130,7 +130,7 @@ def _print(console: Console, job: RolloutJob, found: Sequence[Certificate], loca
         if not own:
             continue
         counts = Counter(one.verdict for one in own)
-        verdicts = (f"{counts[verdict]:,}" for verdict in ("certified", "refused", "unproven"))  # type: ignore[index]
+        verdicts = (f"{counts[verdict]:,}" for verdict in ("certified", "refused", "unproven"))
         table.add_row(spec.name, f"{len(own):,}", *verdicts, f"{sum(one.seconds for one in own):,.1f}")
     console.print(table)
     for line in _lines(found):

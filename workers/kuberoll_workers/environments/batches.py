@@ -282,7 +282,7 @@ def _asked(environment: Any, name: str, episode: Episode) -> Any:
     method = getattr(environment, name, None)
     # The interface's own methods only say that there is none.
     missing = method is None or getattr(type(environment), name, None) is getattr(EnvironmentInterface, name)
-    return None if missing else method(episode)
+    return None if missing or method is None else method(episode)
 
 
 async def _all(asked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -1,0 +1,120 @@
+"""`kuberoll certify` over real environments, and runs that demand what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kuberoll_api.manifest.loading import load_job
+from kuberoll_workers.commands.certify import certify
+from kuberoll_workers.commands.dataset_check import check_dataset
+
+pytestmark = pytest.mark.slow
+
+OWN = """
+from kuberoll_workers.environments import EnvironmentReturn
+
+class Own:
+    def __init__(self, config):
+        self.calls = 0
+
+    def step(self, logs, metadata):
+        rewards = []
+        for log, state in zip(logs, metadata):
+            said, truth = log[-1]["content"], state["truth"]
+            self.calls += 1
+            right = said.strip() == truth
+            rewards.append({
+                "good": float(right), "always": 1.0, "never": 0.0, "contains": float(truth in said),
+                "flaky": float(right and self.calls % 3 != 0),
+            }[state["kind"]])
+        count = len(rewards)
+        return EnvironmentReturn(
+            [{"role": "environment", "content": ""}] * count, metadata, None, rewards, [True] * count
+        )
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+    def solution(self, episode):
+        return [episode.metadata["truth"]]
+"""
+TESTS = {"fn_name": "double", "inputs": [[2], [5]], "outputs": [4, 10]}
+ROWS: list[tuple[str, dict[str, Any], str]] = [
+    ("own", {"kind": "good", "truth": "41"}, "certified"),
+    ("own", {"kind": "always", "truth": "42"}, "always_passes"),
+    ("own", {"kind": "never", "truth": "43"}, "never_passes"),
+    ("own", {"kind": "contains", "truth": "44"}, "passes_on"),
+    ("own", {"kind": "flaky", "truth": "45"}, "flaky"),
+    ("math", {"ground_truth": "42"}, "certified"),
+    ("math", {"ground_truth": "41", "solution": r"6 * 7 = 42, so \boxed{42}"}, "wrong_truth"),
+    ("code", {"tests": TESTS, "solution": "def double(x):\n    return 2 * x"}, "certified"),
+    ("code", {"tests": TESTS, "solution": "def double(x):\n    return 3 * x"}, "never_passes"),
+    ("code", {"tests": ["assert double(2) or True"], "solution": "def double(x):\n    return 2 * x"}, "passes_on"),
+    ("code", {"tests": TESTS}, "unproven"),
+    ("sql", {"script": "CREATE TABLE t (a); INSERT INTO t VALUES (1), (2);", "query": "SELECT a FROM t"}, "certified"),
+]
+JOB = """
+apiVersion: kuberoll.io/v1alpha1
+kind: RolloutJob
+metadata: {name: certified}
+spec:
+  generation: {engine: Simulated, model: {source: tiny}}
+  dataset: {source: {uri: rows.jsonl}, certify: {mode: Require}}
+  environments:
+    - {name: own, entrypoint: "certified_own:Own", isolation: Process}
+    - {name: math, type: math}
+    - {name: code, type: code_execution}
+    - {name: sql, type: sqlite}
+"""
+
+
+def written(directory: Path, rows: list[tuple[str, dict[str, Any], str]]) -> Path:
+    lines = [
+        json.dumps({"task_name": name, "prompt": f"question {number}?", "metadata": metadata})
+        for number, (name, metadata, _) in enumerate(rows)
+    ]
+    (directory / "rows.jsonl").write_text("\n".join(lines))
+    (directory / "certified_own.py").write_text(OWN)
+    (directory / "job.yaml").write_text(JOB)
+    return directory / "job.yaml"
+
+
+def certificates(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "rows.jsonl.certificates.jsonl").read_text().splitlines()]
+
+
+def test_rows_are_certified_refused_or_unproven(tmp_path: Path) -> None:
+    job = written(tmp_path, ROWS)
+    result = CliRunner().invoke(certify, [str(job), "--repetitions", "5", "--parallel", "2"])
+    assert result.exit_code == 1, result.output
+    found = {one["where"]: one for one in certificates(tmp_path)}
+    assert len(found) == len(ROWS)
+    for number, (_, _, expected) in enumerate(ROWS, start=1):
+        one = next(one for where, one in found.items() if where.endswith(f"rows.jsonl:{number}"))
+        said = {finding["class"] for finding in one.get("findings", [])} or {one["verdict"]}
+        assert expected in said or (expected == "flaky" and "depends_on_order" in said), (number, one)
+    _, errors = check_dataset(load_job(job, ()), tmp_path)
+    assert "never passes" in errors[0]
+
+
+def test_a_demand_is_met_and_a_changed_row_is_not(tmp_path: Path) -> None:
+    good = [row for row in ROWS if row[2] == "certified" and row[0] in ("own", "math")]
+    job = written(tmp_path, good)
+    _, errors = check_dataset(load_job(job, ()), tmp_path)
+    assert "it has no certificate" in errors[0]
+    assert CliRunner().invoke(certify, [str(job), "--repetitions", "5"]).exit_code == 0
+    first = certificates(tmp_path)
+    text, errors = check_dataset(load_job(job, ()), tmp_path)
+    assert not errors
+    assert "2 are certified" in text
+    assert CliRunner().invoke(certify, [str(job), "--repetitions", "5"]).exit_code == 0
+    assert certificates(tmp_path) == first
+    (tmp_path / "certified_own.py").write_text(OWN + "# changed\n")
+    _, errors = check_dataset(load_job(job, ()), tmp_path)
+    assert "the grader's code has changed since" in errors[0]
+    assert "rows.jsonl:1" in errors[0]

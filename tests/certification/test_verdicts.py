@@ -1,0 +1,86 @@
+"""The verdict on a row, by the rewards of its answers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kuberoll_workers.certification.schedule import rounds
+from kuberoll_workers.certification.trials import Graded, Outcome, Repeated, Trial, TrialKind
+from kuberoll_workers.certification.verdicts import judge
+
+REWARDS = st.sampled_from([0.0, 0.5, 1.0])
+
+
+def repeated(kind: TrialKind, rewards: list[float | None], name: str = "", *, problem: str = "broken") -> Repeated:
+    trial = Trial(kind=kind, name=name or kind)
+    return Repeated(trial, [Graded(Outcome(reward=one, problem=problem if one is None else None)) for one in rewards])
+
+
+def classes(*given: Repeated) -> set[str]:
+    return {finding.kind for finding in judge(given).findings}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([("solution", [1.0, 1.0]), ("nothing", [0.0, 0.0]), ("attack", [0.0])], set()),
+        ([("solution", [0.0, 0.0]), ("nothing", [0.0, 0.0])], {"never_passes"}),
+        ([("solution", [1.0, 1.0]), ("nothing", [1.0, 1.0])], {"always_passes"}),
+        ([("solution", [1.0, 1.0]), ("nothing", [0.0, 0.0]), ("attack", [1.0])], {"passes_on"}),
+        ([("solution", [1.0, 0.0, 1.0]), ("nothing", [0.0, 0.0])], {"flaky"}),
+        ([("solution", [1.0, 0.0, 0.0, 0.0]), ("nothing", [0.0] * 4)], {"depends_on_order"}),
+        ([("solution", [None, None]), ("nothing", [0.0, 0.0])], {"grader_error"}),
+    ],
+)
+def test_the_class_of_a_finding(given: list[tuple[TrialKind, list[float | None]]], expected: set[str]) -> None:
+    assert classes(*(repeated(kind, rewards) for kind, rewards in given)) == expected
+
+
+def test_a_failure_of_the_network_is_named() -> None:
+    failed = repeated("solution", [None], problem="step raised URLError: <urlopen error [Errno -3] Temporary failure")
+    assert classes(failed, repeated("nothing", [0.0])) == {"needs_network"}
+
+
+def test_two_solutions_that_disagree() -> None:
+    found = classes(
+        repeated("solution", [1.0, 1.0], "truth"),
+        repeated("solution", [0.0, 0.0], "worked"),
+        repeated("nothing", [0.0]),
+    )
+    assert found == {"wrong_truth"}
+
+
+def test_without_a_solution_nothing_is_certified() -> None:
+    judgement = judge([repeated("nothing", [0.0])])
+    assert judgement.verdict == "unproven"
+    assert "no solution" in judgement.unproven[0]
+
+
+@given(reward=REWARDS, count=st.integers(1, 30), kind=st.sampled_from(["solution", "nothing", "attack"]))
+def test_equal_rewards_are_never_flaky(reward: float, count: int, kind: TrialKind) -> None:
+    assert not classes(repeated(kind, [reward] * count)) & {"flaky", "depends_on_order"}
+
+
+@given(
+    solution=st.lists(REWARDS, min_size=1, max_size=8),
+    nothing=st.lists(REWARDS, min_size=1, max_size=8),
+    more=st.lists(REWARDS, max_size=8),
+)
+def test_a_row_that_is_refused_stays_so_with_more_repetitions(
+    solution: list[float | None], nothing: list[float | None], more: list[float | None]
+) -> None:
+    if judge([repeated("solution", solution), repeated("nothing", nothing)]).verdict == "refused":
+        again = judge([repeated("solution", solution + more), repeated("nothing", nothing + more)])
+        assert again.verdict == "refused"
+
+
+@given(count=st.integers(1, 5), repetitions=st.integers(1, 8), seed=st.integers(0, 9))
+def test_each_row_has_each_answer_in_each_round(count: int, repetitions: int, seed: int) -> None:
+    trials = [Trial(kind="nothing", name="nothing"), Trial(kind="solution", name="solution")]
+    found = list(rounds([trials] * count, repetitions, seed))
+    assert len(found) == repetitions
+    for number, order in enumerate(found):
+        assert sorted(row for row, _ in order) == list(range(count))
+        assert {given[0].kind for _, given in order} == {"solution" if number % 2 else "nothing"}
