@@ -13,6 +13,7 @@ from kuberoll_workers.certification.certifying import certify
 from kuberoll_workers.certification.files import open_certificates
 from kuberoll_workers.certification.rows import RowSubject, Untried
 from kuberoll_workers.certification.subjects import Subject
+from kuberoll_workers.certification.tasks import TaskSubject
 from kuberoll_workers.dataset.certificates import (
     Certificate,
     Certificates,
@@ -25,10 +26,14 @@ from kuberoll_workers.dataset.inputs import scan
 from kuberoll_workers.dataset.rows import Row
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.harbor.playing import Player
 from kuberoll_workers.rollouts.seeds import job_seed, task_seed
+from kuberoll_workers.sandboxes.drivers import find_sandboxes
+from kuberoll_workers.sandboxes.errors import SandboxUnavailable
 from kuberoll_workers.worker.environments import isolated_environment_factory, open_environments, remote_digests
 
 _SEED: Final = 0
+_AGENT_SECONDS: Final = 1800.0
 
 
 class Done(Protocol):
@@ -66,6 +71,7 @@ async def certify_job(
     async with AsyncExitStack() as stack:
         file = stack.enter_context(open_certificates(location))
         runners = await stack.enter_async_context(open_environments(_without(job, reasons)))
+        players = {spec.name: await _player(spec, stack) for spec in job.spec.environments if spec.sandbox is not None}
         known = Certificates(read_certificates(location))
 
         def subjects() -> Iterator[Subject]:
@@ -75,7 +81,10 @@ async def certify_job(
                 if valid is not None and not force:
                     done([valid], tried=False)
                     continue
-                yield _subject(job, row, digest, number, runners, reasons)
+                if (player := players.get(row.task_name)) is not None:
+                    yield TaskSubject(row, player, base, digest=digest)
+                else:
+                    yield _subject(job, row, digest, number, runners, reasons)
 
         async for some in certify(subjects(), graders, repetitions=repetitions, parallel=parallel, seed=_SEED):
             file.append(some)
@@ -100,6 +109,22 @@ def _subject(
         seed=task_seed(base_seed, number),
         max_turns=job.spec.rollout.max_turns,
     )
+
+
+async def _player(spec: Environment, stack: AsyncExitStack) -> Player:
+    """The player of the tasks of an environment; its machines are gone when the stack ends.
+
+    Raises:
+        UnusableEnvironment: This machine has no sandboxes.
+    """
+    assert spec.sandbox is not None
+    sandboxes = find_sandboxes(spec.name)
+    stack.push_async_callback(sandboxes.close)
+    try:
+        await sandboxes.check()
+    except SandboxUnavailable as error:
+        raise registry.UnusableEnvironment(f"environment {spec.name!r}: {error}") from error
+    return Player(sandboxes=sandboxes, options=spec.sandbox, variables={}, agent_seconds=_AGENT_SECONDS)
 
 
 def _why_not(spec: Environment) -> str | None:

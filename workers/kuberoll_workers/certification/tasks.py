@@ -1,0 +1,83 @@
+"""Tasks that are played in machines as subjects: their solution, nothing, and attacks on their tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kuberoll_workers.certification.subjects import Answers
+from kuberoll_workers.certification.trials import NOTHING, Outcome, Trial, TrialKind
+from kuberoll_workers.dataset.rows import Row
+from kuberoll_workers.dataset.sources import resolve_path
+from kuberoll_workers.environments.outcome import StepInvalid
+from kuberoll_workers.harbor.mistakes import TaskError
+from kuberoll_workers.harbor.playing import Player
+from kuberoll_workers.harbor.rows import FIELD
+from kuberoll_workers.harbor.task import Task, read_task
+from kuberoll_workers.harbor.trials import SOLUTION, TRIALS, play_trial
+
+
+class TaskSubject:
+    """A task in a directory, and the machines that it is played in."""
+
+    def __init__(self, row: Row, player: Player, base: Path, *, digest: str) -> None:
+        """
+        Args:
+            base: Directory of relative paths: the manifest's.
+        """
+        self._player = player
+        self._directory = directory_of(row, base)
+        self._task: Task | None = None
+        self.label = row.where
+        self.digest = digest
+        self.environment = row.task_name
+        self.idx: object = row.idx
+        self.image: str | None = _image_of(row.metadata or {})
+
+    async def answers(self) -> Answers:
+        """See `Subject.answers`."""
+        if self._directory is None:
+            return Answers(trials=(), unproven=["the row describes its task itself, without a directory"])
+        try:
+            self._task = read_task(self._directory)
+        except TaskError as error:
+            raise StepInvalid(str(error)) from error
+        trials = [Trial(kind=_kind(one.name), name=one.name) for one in TRIALS]
+        if not (self._directory / "solution").is_dir():
+            trials = [trial for trial in trials if trial.kind != "solution"]
+        return Answers(trials=trials)
+
+    async def play(self, trial: Trial, repetition: int) -> Outcome:  # noqa: ARG002 - each has a machine of its own
+        """See `Subject.play`."""
+        assert self._task is not None
+        played = await play_trial(
+            self._player, self._task, next(one for one in TRIALS if one.name == trial.name), network=trial.network
+        )
+        said = [played.output.strip()[-300:], *(f"changed {path}" for path in played.changed[:3])]
+        if not played.carried_out:
+            # It could leave nothing, so that it passes says nothing of the tests.
+            return Outcome(reward=0.0, seconds=played.verifier_seconds, detail="the attack could leave nothing")
+        return Outcome(
+            reward=played.reward,
+            problem=None if played.reward is not None else played.failure or played.problem or "there was no reward",
+            seconds=played.verifier_seconds,
+            detail="; ".join(filter(None, said)),
+        )
+
+
+def directory_of(row: Row, base: Path) -> Path | None:
+    """The directory of a row's task; None: it has none."""
+    named = ((row.metadata or {}).get(FIELD) or {}).get("directory")
+    return resolve_path(named, base) if isinstance(named, str) and named else None
+
+
+def _kind(name: str) -> TrialKind:
+    if name == SOLUTION.name:
+        return "solution"
+    return "nothing" if name == NOTHING else "attack"
+
+
+def _image_of(metadata: Mapping[str, Any]) -> str | None:
+    image = (metadata.get(FIELD) or {}).get("image")
+    return image if isinstance(image, str) else None
