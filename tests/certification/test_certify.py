@@ -10,8 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from kuberoll_api.manifest.loading import load_job
+from kuberoll_workers.authoring.template import tokenizer_files
 from kuberoll_workers.commands.certify import certify
 from kuberoll_workers.commands.dataset_check import check_dataset
+from kuberoll_workers.local.preflight import JobRefused, check
 
 pytestmark = pytest.mark.slow
 
@@ -118,3 +120,21 @@ def test_a_demand_is_met_and_a_changed_row_is_not(tmp_path: Path) -> None:
     _, errors = check_dataset(load_job(job, ()), tmp_path)
     assert "the grader's code has changed since" in errors[0]
     assert "rows.jsonl:1" in errors[0]
+
+
+def test_a_run_is_refused_or_warned_before_an_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    job = written(tmp_path, [("math", {"ground_truth": "42"}, ""), ("math", {"ground_truth": "43"}, "")])
+    (tmp_path / "tiny").mkdir()
+    for name, text in tokenizer_files().items():
+        (tmp_path / "tiny" / name).write_text(text)
+    with pytest.raises(JobRefused, match=r"rows\.jsonl:1: it has no certificate"):
+        check(load_job(job, ()), base=tmp_path)
+    warned = check(load_job(job, ["spec.dataset.certify.mode=Warn"]), base=tmp_path)
+    assert any("of 2 rows 0 are certified" in note for note in warned.notes)
+    assert CliRunner().invoke(certify, [str(job)]).exit_code == 0
+    met = check(load_job(job, ()), base=tmp_path)
+    assert any("of 2 rows 2 are certified" in note for note in met.notes)
+    # More is demanded than was done.
+    with pytest.raises(JobRefused, match="graded only 5 times"):
+        check(load_job(job, ["spec.dataset.certify.repetitions=6"]), base=tmp_path)

@@ -143,7 +143,7 @@ def _rows(job: RolloutJob, base: FilePath) -> tuple[list[FilePath], list[Finding
 def _certificates(job: RolloutJob, base: FilePath) -> FilePath | None:
     """The file beside the manifest with the certificates that a job demands; None: there is none to ship."""
     name = certificates_file(job)
-    if job.spec.dataset.certify.mode == "Off" or "://" in name or not _is_below(name) or not (base / name).is_file():
+    if job.spec.dataset.certify.mode == "Ignore" or "://" in name or not _is_below(name) or not (base / name).is_file():
         return None
     return base / name
 

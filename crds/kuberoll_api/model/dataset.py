@@ -178,10 +178,10 @@ class DatasetPart(Model):
 class Certify(Model):
     """Demand that the rewards of each row were tried by `kuberoll certify`."""
 
-    mode: Literal["Require", "Warn", "Off"] = Field(
-        default="Off",
+    mode: Literal["Require", "Warn", "Ignore"] = Field(
+        default="Ignore",
         description="Require: a run is refused before any engine starts if a row has no valid certificate. Warn: that "
-        "is logged. Off: certificates are not read.",
+        "is logged. Ignore: certificates are not read.",
     )
     file: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
         default=None,

@@ -306,7 +306,7 @@ def coverage(
         DatasetError: A row, or the file of the certificates, cannot be read.
     """
     demand = job.spec.dataset.certify
-    if demand.mode == "Off":
+    if demand.mode == "Ignore":
         return None
     found = Coverage(location=location_of(job, base))
     certificates = Certificates(read_certificates(found.location))
