@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_workers.certification.general import ANSWERS
 from kuberoll_workers.certification.schedule import rounds
 from kuberoll_workers.certification.trials import Graded, Outcome, Repeated, Trial, TrialKind
 from kuberoll_workers.certification.verdicts import judge
@@ -84,3 +85,9 @@ def test_each_row_has_each_answer_in_each_round(count: int, repetitions: int, se
     for number, order in enumerate(found):
         assert sorted(row for row, _ in order) == list(range(count))
         assert {given[0].kind for _, given in order} == {"solution" if number % 2 else "nothing"}
+
+
+def test_general_attacks_end_with_no_number_that_may_be_right() -> None:
+    for name, text in ANSWERS.items():
+        numbers = [word.strip(".,:}") for word in text.split() if word.strip(".,:}").replace(".", "").isdigit()]
+        assert not numbers or numbers[-1] == "987654.321", name
