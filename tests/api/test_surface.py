@@ -49,7 +49,8 @@ def options(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def test_a_manifest_can_be_held_in_the_head() -> None:
-    # Six of them are of sandboxes in a cluster: what their pods are, and what rows leave open.
+    # Six of them are of sandboxes in a cluster: what their pods are, and what rows leave open. Four are the demand for
+    # certificates of rows, one is of sandboxes that start ahead.
     assert len(list(leaves(SPEC, "spec"))) <= 246
 
 

@@ -33,7 +33,7 @@ _at_start: dict[str, list[list[str]]] = {}
 
 
 def remember() -> None:
-    """Keep whom the image names: what an agent deletes is found nevertheless, so that it ends nobody else's commands."""
+    """Keep whom the image names: an agent that deletes them ends nobody else's commands."""
     _at_start.update({_PASSWD: _entries(_PASSWD, 7), _GROUP: _entries(_GROUP, 4)})
 
 
