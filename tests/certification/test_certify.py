@@ -104,6 +104,17 @@ def test_rows_are_certified_refused_or_unproven(tmp_path: Path) -> None:
     assert "never passes" in errors[0]
 
 
+def test_two_rows_that_contradict_each_other_are_both_refused(tmp_path: Path) -> None:
+    job = written(tmp_path, [("math", {"ground_truth": truth}, "") for truth in ("42", "43", "44")])
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    lines[2]["prompt"] = lines[0]["prompt"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert CliRunner().invoke(certify, [str(job), "--repetitions", "2"]).exit_code == 1
+    found = {one["where"].rpartition(":")[2]: one for one in certificates(tmp_path)}
+    assert [found[line]["verdict"] for line in "123"] == ["refused", "certified", "refused"]
+    assert "rows.jsonl:3' gets 0 of 1" in found["1"]["findings"][0]["text"]
+
+
 def test_a_demand_is_met_and_a_changed_row_is_not(tmp_path: Path) -> None:
     good = [row for row in ROWS if row[2] == "certified" and row[0] in ("own", "math")]
     job = written(tmp_path, good)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.certification.general import ANSWERS
 from kuberoll_workers.certification.schedule import rounds
-from kuberoll_workers.certification.trials import Graded, Outcome, Repeated, Trial, TrialKind
+from kuberoll_workers.certification.trials import ECHO, PROMPT, Graded, Outcome, Repeated, Trial, TrialKind
 from kuberoll_workers.certification.verdicts import judge
 
 REWARDS = st.sampled_from([0.0, 0.5, 1.0])
@@ -51,6 +51,15 @@ def test_two_solutions_that_disagree() -> None:
         repeated("nothing", [0.0]),
     )
     assert found == {"wrong_truth"}
+
+
+def test_a_grader_that_finds_something_in_the_prompt_is_a_warning_unless_the_prompt_says_the_answer() -> None:
+    right, nothing = repeated("solution", [1.0, 1.0]), repeated("nothing", [0.0])
+    echo, wrong = repeated("attack", [1.0], ECHO), repeated("attack", [0.0], "wrong")
+    judgement = judge([right, nothing, echo, wrong])
+    assert (judgement.verdict, [one.kind for one in judgement.warnings]) == ("certified", ["reads_prompt"])
+    stated = repeated("attack", [1.0], f"{PROMPT}'s stated answer")
+    assert classes(right, nothing, echo, stated, wrong) == {"truth_in_prompt"}
 
 
 def test_without_a_solution_nothing_is_certified() -> None:

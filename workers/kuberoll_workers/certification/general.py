@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kuberoll_workers.certification.trials import NOTHING, PROMPT, Trial
+from kuberoll_workers.certification.trials import ECHO, NOTHING, PROMPT, Trial
 from kuberoll_workers.environments.interface import ChatMessage
 
 _FENCE: Final = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -74,7 +74,7 @@ def _of_prompt(prompt: Sequence[ChatMessage]) -> dict[str, str]:
     asked = next((text for text in reversed(texts) if text.strip()), "")
     if not asked:
         return {}
-    found = {f"{PROMPT}, repeated": asked}
+    found = {ECHO: asked}
     whole = "\n".join(texts)
     if blocks := [block for block in _FENCE.findall(whole) if block.strip()]:
         for number, block in enumerate(blocks[-3:], start=1):

@@ -14,6 +14,7 @@ from kuberoll_workers.certification.files import open_certificates
 from kuberoll_workers.certification.rows import RowSubject, Untried
 from kuberoll_workers.certification.subjects import Subject
 from kuberoll_workers.certification.tasks import TaskSubject
+from kuberoll_workers.certification.twins import Twins
 from kuberoll_workers.dataset.certificates import (
     Certificate,
     Certificates,
@@ -73,18 +74,21 @@ async def certify_job(
         runners = await stack.enter_async_context(open_environments(_without(job, reasons)))
         players = {spec.name: await _player(spec, stack) for spec in job.spec.environments if spec.sandbox is not None}
         known = Certificates(read_certificates(location))
+        twins = Twins(lambda: rows_of(job, base=base, environment=environment))
 
         def subjects() -> Iterator[Subject]:
             for number, row in enumerate(rows_of(job, base=base, environment=environment)):
+                others = twins.of(number, row)
                 digest = row_digest(row, base)
                 valid = known.valid(digest, row.task_name, graders[row.task_name], repetitions=repetitions)
-                if valid is not None and not force:
+                # What it says of twins is not of this row alone.
+                if valid is not None and not force and not others:
                     done([valid], tried=False)
                     continue
                 if (player := players.get(row.task_name)) is not None:
                     yield TaskSubject(row, player, base, digest=digest)
                 else:
-                    yield _subject(job, row, digest, number, runners, reasons)
+                    yield _subject(job, row, digest, number, runners, reasons, others)
 
         async for some in certify(subjects(), graders, repetitions=repetitions, parallel=parallel, seed=_SEED):
             file.append(some)
@@ -98,6 +102,7 @@ def _subject(
     number: int,
     runners: Mapping[str, EnvironmentRunner],
     reasons: Mapping[str, str],
+    twins: Sequence[Row],
 ) -> Subject:
     if (reason := reasons.get(row.task_name)) is not None:
         return Untried(label=row.where, digest=digest, environment=row.task_name, idx=row.idx, reason=reason)
@@ -108,6 +113,7 @@ def _subject(
         digest=digest,
         seed=task_seed(base_seed, number),
         max_turns=job.spec.rollout.max_turns,
+        twins=twins,
     )
 
 

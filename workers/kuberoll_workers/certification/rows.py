@@ -21,18 +21,30 @@ FULL_REWARD: Final = "full_reward"
 
 _MOST_TURNS: Final = 50
 _DETAIL: Final = 400
+_NAME: Final = 200
 _episodes = itertools.count(1)
 
 
 class RowSubject:
     """A row, and the environment that grades it."""
 
-    def __init__(self, row: Row, environment: EnvironmentRunner, *, digest: str, seed: int, max_turns: int) -> None:
+    def __init__(
+        self,
+        row: Row,
+        environment: EnvironmentRunner,
+        *,
+        digest: str,
+        seed: int,
+        max_turns: int,
+        twins: Sequence[Row] = (),
+    ) -> None:
         """
         Args:
             seed: Seed of its episodes.
             max_turns: Number of turns after which an episode is truncated.
+            twins: Other rows with the same prompt: what is right for them must be right for it.
         """
+        self._twins = twins
         self._row = row
         self._runner = environment
         self._seed = seed
@@ -54,6 +66,7 @@ class RowSubject:
         solutions = [
             Trial(kind="solution", name=name, responses=responses) for name, responses in known.solutions.items()
         ]
+        solutions += await self._of_twins(messages, state)
         attacks = [
             Trial(kind="attack", name=name, responses=responses)
             for name, responses in known.attacks.items()
@@ -72,6 +85,17 @@ class RowSubject:
             full_reward=float(full) if isinstance(full, int | float) and not isinstance(full, bool) else None,
             unproven=unproven,
         )
+
+    async def _of_twins(self, messages: Sequence[ChatMessage], state: Metadata) -> list[Trial]:
+        """The solutions of other rows with the same prompt."""
+        found = []
+        for twin in self._twins:
+            known = await self._runner.find_trials(self._episode(messages, {**(state or {}), **(twin.metadata or {})}))
+            found += [
+                Trial(kind="solution", name=f"{name} of {twin.where}"[:_NAME], responses=responses)
+                for name, responses in known.solutions.items()
+            ]
+        return found
 
     async def play(self, trial: Trial, repetition: int) -> Outcome:  # noqa: ARG002 - each is graded alike
         """See `Subject.play`."""

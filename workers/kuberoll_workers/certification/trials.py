@@ -14,6 +14,9 @@ NOTHING: Final = "nothing"
 """Name of the trial without an answer."""
 PROMPT: Final = "the prompt"
 """Beginning of the names of attacks that answer with what the prompt says: if one passes, the prompt has the answer."""
+ECHO: Final = f"{PROMPT}, repeated"
+"""Name of the attack that answers with the whole prompt. That it passes alone may be chance: graders that read the last
+number of an answer find the one that the question ends with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kuberoll_workers.analysis.statistics import wilson_interval
-from kuberoll_workers.certification.trials import PROMPT, Repeated
+from kuberoll_workers.certification.trials import ECHO, PROMPT, Repeated
 from kuberoll_workers.dataset.certificates import Finding, Verdict
 
 TOLERANCE: Final = 1e-9
@@ -227,7 +227,10 @@ def _of_wrong(wrong: Sequence[Repeated], full: float) -> Iterator[Finding]:
             trial=passing[0].trial.name,
         )
         return
+    copied = any(one.trial.name.startswith(PROMPT) and one.trial.name != ECHO for one in passing)
     for one in passing:
+        if one.trial.name == ECHO and not copied:
+            continue
         count, total = _passed(one, full), len(one.rewards)
         often = "" if count == total else f" in {_of(count, total)} repetitions"
         leaked = one.trial.name.startswith(PROMPT)
@@ -252,6 +255,13 @@ def _warnings(wrong: Sequence[Repeated], full: float) -> Iterator[Finding]:
                 trial=one.trial.name,
             )
         best = max(one.rewards, default=nothing)
+        if one.trial.name == ECHO and passes(best, full):
+            yield Finding(
+                kind="reads_prompt",
+                text="the prompt, given as the answer, gets the full reward: the grader takes something in it for one",
+                trial=one.trial.name,
+            )
+            continue
         if best > nothing + TOLERANCE and not passes(best, full):
             yield Finding(
                 kind="pays",

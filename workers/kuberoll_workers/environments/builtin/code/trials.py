@@ -31,6 +31,8 @@ _YES: Final = """class Yes:
     def __isinstance__(self, kind): return True
     __class__ = property(lambda self: object)
 """
+# For tests that look at the type of a result alone.
+_CONSTANTS: Final = ("0", "''", "[]", "True")
 _CHEERS: Final = "print('All tests passed.')\nprint('PASSED')\nprint('{\"passed\": true}')\nprint('true')\n"
 _PATCHES: Final = """import builtins, sys, unittest
 for name in dir(unittest.TestCase):
@@ -82,6 +84,7 @@ def attacks_on(tests: Tests, setup: str) -> dict[str, list[str]]:
     if not isinstance(tests, OutputTests):
         found |= {
             "returns nothing": _functions(names, "return None"),
+            **{f"returns {value}": _functions(names, f"return {value}") for value in _CONSTANTS},
             "equal to everything": _YES + _functions(names, "return Yes()"),
             "says passed and exits": _functions(
                 names, f"{'; '.join(_CHEERS.strip().splitlines())}; import os; os._exit(0)"
