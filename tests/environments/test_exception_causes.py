@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import http.server
 import itertools
 import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -21,7 +27,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.data.causes import REASONS, Evidence
-from kuberoll_workers.environments.exception_causes import cause_of
+from kuberoll_workers.data.tracebacks import stack_of
+from kuberoll_workers.environments.exception_causes import cause_of, cause_of_wait
 from kuberoll_workers.environments.interface import Unavailable
 from kuberoll_workers.environments.outcome import StepRaised, fault_of
 from kuberoll_workers.sandboxes.errors import SandboxLost, SandboxUnavailable
@@ -146,6 +153,169 @@ def test_an_error_that_was_handled_excuses_no_bug(nobody: str) -> None:
             dict[str, str]()["fallback"]
 
     assert cause_of(raised(step)).reason == "EnvironmentRaised"
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_error_that_the_handler_raises_itself_has_the_handled_one_as_its_cause(nobody: str, hidden: bool) -> None:
+    def step() -> None:
+        try:
+            by_requests(nobody)
+        except requests.ConnectionError as error:
+            if hidden:
+                raise RuntimeError("the judge is gone") from None
+            raise RuntimeError(f"the judge is gone: {error}")  # noqa: B904 - as many write it
+
+    assert cause_of(raised(step)).evidence.error == "ECONNREFUSED"
+
+
+def test_a_function_that_fails_for_the_handler_fails_by_itself(nobody: str) -> None:
+    def fallback() -> None:
+        raise RuntimeError("there is no fallback")
+
+    def step() -> None:
+        try:
+            by_requests(nobody)
+        except requests.ConnectionError:
+            fallback()
+
+    assert cause_of(raised(step)).reason == "EnvironmentRaised"
+
+
+@pytest.mark.parametrize("get", CLIENTS)
+def test_a_service_that_speaks_no_tls(server: str, get: Callable[[str], None]) -> None:
+    found = cause_of(raised(lambda: get(server.replace("http:", "https:") + "/200")))
+    assert found.reason == "DependencyUnavailable"
+
+
+class Silent:
+    """A port that takes connections and says nothing."""
+
+    def __enter__(self) -> str:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def in_total(url: str) -> None:
+    async def get() -> None:
+        limit = aiohttp.ClientTimeout(total=0.05)
+        async with aiohttp.ClientSession(timeout=limit) as session, session.get(url):
+            pass
+
+    asyncio.run(get())
+
+
+def in_own_time(url: str) -> None:
+    async def get() -> None:
+        async with asyncio.timeout(0.05), aiohttp.ClientSession() as session, session.get(url):
+            pass
+
+    asyncio.run(get())
+
+
+def awaited_for(url: str) -> None:
+    async def get() -> None:
+        async with httpx.AsyncClient(timeout=None) as client:
+            await asyncio.wait_for(client.get(url), 0.05)
+
+    asyncio.run(get())
+
+
+def by_urllib_in_time(url: str) -> None:
+    urllib.request.urlopen(url, timeout=0.05).close()
+
+
+@pytest.mark.parametrize("get", [in_total, in_own_time, awaited_for, by_urllib_in_time])
+def test_a_service_that_is_silent_until_python_s_own_timeout_error(get: Callable[[str], None]) -> None:
+    with Silent() as url:
+        error = raised(lambda: get(url))
+    assert type(error) is TimeoutError
+    assert cause_of(error).reason == "DependencyUnavailable"
+
+
+def test_a_time_limit_of_the_environment_s_own_work_is_its_own() -> None:
+    async def wait() -> None:
+        async with asyncio.timeout(0.001):
+            await asyncio.Event().wait()
+
+    assert cause_of(raised(lambda: asyncio.run(wait()))).reason == "EnvironmentRaised"
+
+
+def test_a_class_that_is_derived_from_a_library_s_is_as_that_is() -> None:
+    class JudgeGone(httpx.ConnectError):
+        pass
+
+    assert cause_of(JudgeGone("gone")).reason == "DependencyUnavailable"
+    assert cause_of(httpx.LocalProtocolError("own")).reason == "EnvironmentRaised"
+
+
+def test_a_connection_that_broke_without_a_number() -> None:
+    assert cause_of(ConnectionResetError("Connection lost")).reason == "DependencyUnavailable"
+    # It may be a pipe to a program of the environment's own.
+    assert cause_of(BrokenPipeError()).reason == "EnvironmentRaised"
+
+
+def test_a_lock_that_is_taken_is_no_lack_of_a_resource() -> None:
+    with tempfile.NamedTemporaryFile() as file, Path(file.name).open() as other:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        error = raised(lambda: fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    assert isinstance(error, BlockingIOError)
+    assert cause_of(error).reason == "EnvironmentRaised"
+
+
+def test_a_process_that_the_system_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("subprocess._fork_exec", full)
+    error = raised(lambda: subprocess.run([sys.executable, "-V"], check=False, close_fds=True, preexec_fn=int))
+    assert cause_of(error).reason == "ResourceExhausted"
+
+
+def test_a_database_on_a_disk_that_is_full() -> None:
+    connection = sqlite3.connect(":memory:")
+    connection.execute("PRAGMA max_page_count = 2")
+    connection.execute("CREATE TABLE t (x)")
+    found = cause_of(raised(lambda: connection.execute("INSERT INTO t VALUES (zeroblob(100000))")))
+    connection.close()
+    assert (found.reason, found.evidence.error) == ("ResourceExhausted", "SQLITE_FULL")
+    assert cause_of(sqlite3.OperationalError("no such column")).reason == "EnvironmentRaised"
+
+
+def test_an_exception_whose_attributes_fail_is_the_environment_s() -> None:
+    class Odd(httpx.HTTPError):
+        @property
+        def status(self) -> int:
+            raise RuntimeError("no status")
+
+    assert cause_of(Odd("odd")).reason == "EnvironmentRaised"
+
+
+def test_a_call_that_is_late_because_a_service_is_silent() -> None:
+    def stack_within(call: Callable[[], Any]) -> Any:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(raised(call)))
+        thread.start()
+        while True:
+            frame = sys._current_frames().get(thread.ident or 0)
+            stack = stack_of(frame)
+            if stack is not None and ("socket.py" in stack.text or "wait" in stack.text):
+                break
+        thread.join()
+        return stack
+
+    with Silent() as url:
+        late = stack_within(lambda: requests.get(url, timeout=0.5))
+    assert cause_of_wait(late).reason == "DependencyUnavailable"
+
+    def own() -> None:
+        threading.Event().wait(0.2)
+        raise ValueError
+
+    assert cause_of_wait(stack_within(own)).reason == "EnvironmentSilent"
+    assert cause_of_wait(None).reason == "EnvironmentSilent"
 
 
 def test_an_error_that_another_was_raised_from_is_its_cause(nobody: str) -> None:

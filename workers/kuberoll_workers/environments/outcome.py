@@ -14,7 +14,7 @@ from kuberoll_workers.data.plain import NotPlain, message_of, plain, printable, 
 from kuberoll_workers.data.tool_calls import in_order_of_calls
 from kuberoll_workers.data.tools import InvalidTools, Tool, checked_tools
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
-from kuberoll_workers.environments.exception_causes import cause_of
+from kuberoll_workers.environments.exception_causes import cause_of, cause_of_wait
 from kuberoll_workers.environments.interface import ChatMessage, EpisodeStart, GroupScore, Metadata, UnusableRow
 
 MAX_TEXT = 1 << 20
@@ -322,7 +322,7 @@ def timed_out(seconds: float, method: str, stack: Traceback | None) -> StepTimed
     """
     tool = None if stack is None else _called_tool(stack)
     where = f", in the tool {tool!r}" if tool else ""
-    return StepTimedOut(timeout_message(seconds, method) + where, stack)
+    return StepTimedOut(timeout_message(seconds, method) + where, stack, cause=cause_of_wait(stack))
 
 
 SCALAR = ""
