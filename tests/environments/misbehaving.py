@@ -116,6 +116,11 @@ def _break_json() -> None:
     vars(json).update(dumps=None, loads=None)
 
 
+def _deafen() -> None:
+    os.closerange(0, 4096)
+    time.sleep(3600)
+
+
 def _bomb() -> None:
     """Processes in sessions of their own, some of them orphans; none of them ever ends."""
     for _ in range(15):
@@ -241,6 +246,7 @@ KILLING: dict[str, Callable[[], Any]] = {
     "abort": os.abort,
     "group_kill": _end_group,
     "close_descriptors": lambda: os.closerange(0, 4096),
+    "deaf": _deafen,
     "garbage": lambda: [os.write(number, b"\xff" * 64) for number in _sockets()],
     "endless_message": lambda: [os.write(number, b"\xff\xff\xff\xff") for number in _sockets()],
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),

@@ -41,6 +41,7 @@ from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironmen
 START_SECONDS = 300.0
 """Time limit for the start of a process, including the creation of the environment."""
 _END_SECONDS = 20.0
+_OWN_END_SECONDS = 5.0
 # A process that can print its stack does so in milliseconds.
 _STACK_SECONDS = 0.5
 _STACK_LOOKS = 25
@@ -162,9 +163,9 @@ class ProcessExecutor:
         except messages.InvalidMessage as error:
             raise _ProcessLost(f"the environment's process violates its protocol: {error}") from error
         except (EOFError, OSError) as error:
-            end = await self._end(process)
+            end = await self._end(process, patience=_OWN_END_SECONDS)
             words = f"the environment's process {end.words}"
-            raise _ProcessLost(words, StepRaised(words, cause=cause_of_exit(end.code))) from error
+            raise _ProcessLost(words, StepRaised(words, cause=end.cause)) from error
         finally:
             # In all other cases a step is still running in it, or it cannot be trusted.
             if whole and process.channel.sound:
@@ -225,10 +226,10 @@ class ProcessExecutor:
                 f"environment {self._spec.name!r}: it was not created within {START_SECONDS:g} s"
             ) from error
         except (EOFError, OSError, messages.InvalidMessage) as error:
-            end = await self._end(process)
+            end = await self._end(process, patience=_OWN_END_SECONDS)
             raise StepRaised(
                 f"environment {self._spec.name!r}: its process {end.words} while the environment was being created",
-                cause=cause_of_exit(end.code),
+                cause=end.cause,
             ) from error
         except BaseException:
             self._end(process)
@@ -241,10 +242,14 @@ class ProcessExecutor:
             self._idle.remove(process)
             self._end(process)
 
-    def _end(self, process: _Process) -> asyncio.Task[ProcessEnd]:
-        """End a process, once; the task's result describes how it ended."""
+    def _end(self, process: _Process, *, patience: float = 0.0) -> asyncio.Task[ProcessEnd]:
+        """End a process, once; the task's result describes how it ended.
+
+        Args:
+            patience: As in `_Process.end`.
+        """
         if process.ending is None:
-            process.ending = asyncio.create_task(process.end())
+            process.ending = asyncio.create_task(process.end(patience=patience))
             self._ending.add(process.ending)
             process.ending.add_done_callback(self._ending.discard)
         return process.ending
@@ -254,12 +259,17 @@ class ProcessEnd(NamedTuple):
     """How a process ended.
 
     Attributes:
-        code: As `subprocess` gives it.
+        code: As `subprocess` gives it; None: it lived, and was ended here.
         words: A predicate, for people.
     """
 
-    code: int
+    code: int | None
     words: str
+
+    @property
+    def cause(self) -> Cause:
+        """Whose doing its end is."""
+        return cause_of_exit(self.code)
 
 
 class _ProcessLost(Exception):
@@ -362,11 +372,25 @@ class _Process:
         self.channel.close()
         return self._wait()
 
-    async def end(self) -> ProcessEnd:
-        """End the process and all that it started; returns how it ended."""
+    async def end(self, *, patience: float = 0.0) -> ProcessEnd:
+        """End the process and all that it started; returns how it ended.
+
+        Args:
+            patience: Seconds that it is given to end by itself, where its channel is closed: what is killed here must
+                not look like what somebody else has killed, and a channel closes a moment before its process is gone.
+        """
+        alone = patience == 0.0 or await asyncio.to_thread(self._ends_within, patience)
         os.close(self._control)
         self.channel.close()
-        return await asyncio.to_thread(self._wait)
+        end = await asyncio.to_thread(self._wait)
+        return end if alone else ProcessEnd(None, "has closed its channel, and lived on")
+
+    def _ends_within(self, seconds: float) -> bool:
+        try:
+            self._keeper.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _wait(self) -> ProcessEnd:
         try:
