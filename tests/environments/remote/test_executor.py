@@ -232,6 +232,39 @@ async def test_a_server_that_hangs_is_taken_out_and_tried_again(two: list[Server
         await all_up(remote)
 
 
+@pytest.mark.parametrize(("status", "kind"), [(401, "operator"), (502, "infrastructure"), (404, "environment")])
+@pytest.mark.parametrize("path", ["/v1/info", "/v1/step"])
+async def test_whose_doing_a_status_is_that_no_server_of_an_environment_gives(
+    path: str, status: int, kind: str
+) -> None:
+    async def describe(_: web.Request) -> web.Response:
+        return web.json_response(INFO) if path != "/v1/info" else web.Response(status=status)
+
+    async def step_or_refuse(_: web.Request) -> web.Response:
+        return web.Response(status=status)
+
+    application = web.Application()
+    application.router.add_get("/healthz", lambda _: _answered("ok"))
+    application.router.add_get("/v1/info", describe)
+    application.router.add_post("/v1/step", step_or_refuse)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        async with executor([f"http://127.0.0.1:{runner.addresses[0][1]}"]) as remote:
+            with pytest.raises(StepRaised) as failed:
+                await remote.run(step(None))
+    finally:
+        await runner.cleanup()
+    assert failed.value.cause.kind == kind
+    assert failed.value.cause.evidence.http_status == (None if kind == "environment" else status)
+
+
+async def _answered(text: str) -> web.Response:
+    return web.Response(text=text)
+
+
 async def test_a_timeout_is_the_environment_s(tmp_path: Path) -> None:
     made = child_server("PlainRooms", tmp_path, seconds=3.0)
     try:

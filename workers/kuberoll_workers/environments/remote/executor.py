@@ -370,9 +370,7 @@ class RemoteExecutor:
             raise ConnectionLost(text) from error
         if status == protocol.STATUS_BUSY:
             raise _Busy(_cause(replica, status, data))
-        # What answers otherwise than the protocol says is no server of an environment: a proxy, or a gateway.
-        cause = Cause("EnvironmentUnreachable", Evidence(http_status=status)) if status >= 500 else None
-        raise StepRaised(f"{batch.method}: {_cause(replica, status, data)}", cause=cause)
+        raise StepRaised(f"{batch.method}: {_cause(replica, status, data)}", cause=_cause_of_status(status))
 
     def _body(self, batch: AnyBatch) -> bytes:
         try:
@@ -459,7 +457,7 @@ class RemoteExecutor:
             if status == protocol.STATUS_FAULT:
                 raise messages.decode_fault(data)
             if status != 200:
-                raise StepRaised(_cause(replica, status, data))
+                raise StepRaised(_cause(replica, status, data), cause=_cause_of_status(status))
             info = messages.decode_answer(data, protocol.Info)
             if info.protocol != protocol.VERSION:
                 raise StepRaised(
@@ -496,6 +494,18 @@ class RemoteExecutor:
             _log.warning("%s", timeout_message(SHUTDOWN_SECONDS, "shutdown"))
         except (ConnectionLost, messages.InvalidMessage) as error:
             _log.warning("shutdown: %s", error)
+
+
+def _cause_of_status(status: int) -> Cause | None:
+    """The cause of an answer otherwise than the protocol says; None: the server's own doing.
+
+    What gives one is no server of an environment, but a proxy or a gateway before it.
+    """
+    if status in (401, 403, 407):
+        return Cause("AccessRefused", Evidence(http_status=status))
+    if status >= 500 or status in (408, 429):
+        return Cause("EnvironmentUnreachable", Evidence(http_status=status))
+    return None
 
 
 def _cause(replica: Replica, status: int, data: bytes) -> str:
