@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -13,7 +14,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -22,6 +23,8 @@ from kuberoll_api.manifest.documents import parse_documents
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.generation import ModelSource
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_workers.data.causes import REASONS, Evidence, FailureKind
+from kuberoll_workers.data.incidents import Incident, Sequel
 from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
@@ -285,6 +288,23 @@ def test_the_site_has_every_page_once() -> None:
     text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     given = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", text, flags=re.MULTILINE)
     assert sorted(given) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md"))
+
+
+def test_the_page_of_failures_has_the_table_of_reasons() -> None:
+    page = (ROOT / "docs" / "reference" / "failures.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.+) \|$", page, flags=re.MULTILINE)
+    assert rows == [(name, reason.kind, reason.words) for name, reason in REASONS.items()]
+    assert set(re.findall(r"^\| `(\w+)` \| (?:whose|the|machines|a limit)", page, flags=re.MULTILINE)) == set(
+        get_args(FailureKind)
+    )
+    # What the page says about all of a kind.
+    starts_over = {"TokensChanged", "Unexpected"}
+    for name, reason in REASONS.items():
+        assert reason.keeps_turns == (reason.kind in ("infrastructure", "operator") and name not in starts_over)
+    fields = {field.name for field in dataclasses.fields(Evidence)}
+    assert fields <= set(re.findall(r"`(\w+)`", page))
+    assert {field.name for field in dataclasses.fields(Incident)} <= set(re.findall(r"`(\w+)`", page))
+    assert all(f"`{sequel}`" in page for sequel in get_args(Sequel))
 
 
 GENERATED = {"reference/rolloutjob.md", "reference/metrics.md"}
