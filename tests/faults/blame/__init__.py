@@ -1,1 +1,1 @@
-"""Faults and failures by the hundred, composed from a seed and played for real: whose doing does KubeRoll say it was?"""
+"""Faults and failures by the hundred, composed from a seed and played for real: who is said to have done it?"""

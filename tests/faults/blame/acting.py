@@ -18,6 +18,7 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kuberoll_workers.environments.interface import EnvironmentReturn, Unavailable, UnusableRow
@@ -218,12 +219,12 @@ WAYS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 
 
 def _fill_disk() -> None:
-    with open("/dev/full", "wb") as file:
+    with Path("/dev/full").open("wb") as file:
         file.write(b"x")
 
 
 def _fill_disk_by_text() -> None:
-    with open("/dev/full", "w") as file:
+    with Path("/dev/full").open("w") as file:
         print("x" * 100_000, file=file)
 
 
@@ -240,7 +241,7 @@ def _fill_database() -> None:
 def _use_up_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     kept: list[socket.socket] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 8, hard))
     try:
         while True:
             kept.append(socket.socket())
@@ -286,11 +287,11 @@ def _fallback_with_a_bug(url: str) -> None:
     try:
         by_urllib(url)
     except OSError:
-        {}["fallback"]
+        dict[str, int]()["fallback"]
 
 
 def _lock_twice(_: str) -> None:
-    with tempfile.NamedTemporaryFile() as file, open(file.name) as other:
+    with tempfile.NamedTemporaryFile() as file, Path(file.name).open() as other:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -334,13 +335,13 @@ BUGS: dict[str, Callable[[str], Any]] = {
     "own time limit": _own_time_limit,
     "own program late": _own_program_late,
     "own pipe": _own_pipe,
-    "queue empty": lambda _: queue.Queue().get_nowait(),  # type: ignore[func-returns-value]
-    "no file": lambda _: open("/nowhere/at/all"),
-    "directory": lambda _: open("/tmp"),
+    "queue empty": lambda _: queue.Queue().get_nowait(),
+    "no file": lambda _: Path("/nowhere/at/all").read_text(),
+    "directory": lambda _: Path("/tmp").read_text(),
     "no program": lambda _: subprocess.run(["/nowhere/at/all"], check=False),
     "program fails": lambda _: subprocess.run(["false"], check=True),
     "assertion": _raised(AssertionError()),
-    "no key": lambda _: {}["k"],
+    "no key": lambda _: dict[str, int]()["k"],
     "division": lambda _: 1 / 0,
     "no import": lambda _: __import__("nowhere_at_all"),
     "syntax": lambda _: compile("(", "x", "exec"),
@@ -375,7 +376,7 @@ class Acting:
 def by_urllib_seen(state: dict[str, Any]) -> bool:
     """True if the row's step was begun before."""
     with urllib.request.urlopen(f"{state['service']}/seen/{state['key']}") as answer:
-        return answer.read() != b"0"
+        return bool(answer.read() != b"0")
 
 
 def act(state: dict[str, Any]) -> None:

@@ -126,11 +126,11 @@ class Engines:
             await response.prepare(request)
             await response.write(b"{")
         elif what == GARBAGE:
-            request.transport.write(b"\x00 no HTTP\r\n\r\n")  # type: ignore[attr-defined]
+            request.transport.write(b"\x00 no HTTP\r\n\r\n")
         if what in (CUT, GARBAGE, HALF):
             request.transport.close()
         elif what == RESET:
-            request.transport.abort()  # type: ignore[attr-defined]
+            request.transport.abort()
         else:
             assert what == SILENT, what
         return web.Response()

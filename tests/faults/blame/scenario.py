@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +42,7 @@ class Scenario:
             return self._wrong_end(found) or self._wrong_incidents(found)
         if not isinstance(found, FailureRecord):
             return self._says(found, "no failure")
-        return self._wrong_cause(found.kind, found.reason, found) if found.stage else None
+        return self._wrong_cause(found.kind, found.reason, found)
 
     def _wrong_end(self, found: Any) -> str | None:
         if not isinstance(found, TrajectoryRecord):
@@ -66,6 +65,3 @@ class Scenario:
     def _says(self, found: Any, words: str) -> str:
         said = getattr(found, "cause", "") or [one.text for one in found.incidents or ()]
         return f"{self.name}: {words}: {str(said)[:200]}"
-
-
-Composed = Sequence[Scenario]

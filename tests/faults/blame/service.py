@@ -124,7 +124,9 @@ def serving(directory: Path) -> Iterator[Places]:
         taken.bind(("127.0.0.1", 0))
         ports = [stack.enter_context(_running(_Server(security=made))) for made in (None, security)]
         yield Places(
-            f"http://127.0.0.1:{ports[0]}", f"https://127.0.0.1:{ports[1]}", f"http://127.0.0.1:{taken.getsockname()[1]}"
+            f"http://127.0.0.1:{ports[0]}",
+            f"https://127.0.0.1:{ports[1]}",
+            f"http://127.0.0.1:{taken.getsockname()[1]}",
         )
 
 
@@ -159,9 +161,7 @@ def _unsigned(directory: Path) -> Path:
     )
     file = directory / "judge.pem"
     file.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         + certificate.public_bytes(serialization.Encoding.PEM)
     )
     return file
