@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kuberoll_api import sandboxes
 from kuberoll_operator import names, render
 from kuberoll_operator.backends import BACKENDS
-from kuberoll_operator.broker.pod import PodContext, build_pod, problem
 from kuberoll_operator.facts import child_refs, compute_facts, spec_problem
 from kuberoll_operator.model import Object, Plan
 from kuberoll_operator.plan import plan
@@ -22,6 +21,7 @@ from kuberoll_operator.quantities import number_of
 from kuberoll_operator.render.context import Assignment, RenderContext
 from kuberoll_operator.render.demand import demand
 from kuberoll_operator.render.workload import PodSet
+from kuberoll_operator.sandbox_pod import PodContext, build_pod, problem
 from kuberoll_operator.settings import Settings
 from kuberoll_workers.sandboxes import drivers
 from tests.operator import support

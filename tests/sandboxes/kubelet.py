@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kuberoll_api.sandboxes import RUNTIME_VARIABLE
-from kuberoll_operator.broker.pod import RUNTIME_CONTAINER
 from kuberoll_operator.model import Object
+from kuberoll_operator.sandbox_pod import RUNTIME_CONTAINER
 from tests.operator.emulator import Emulator
 from tests.sandboxes.engines import Podman
 

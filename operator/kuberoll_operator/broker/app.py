@@ -14,7 +14,6 @@ from kuberoll_api.sandboxes import TOKEN_SCOPE
 from kuberoll_operator.broker.broker import Broker
 from kuberoll_operator.broker.jobs import Jobs
 from kuberoll_operator.broker.metrics import BrokerMetrics
-from kuberoll_operator.broker.pod import PodContext
 from kuberoll_operator.broker.pods import SELECTOR
 from kuberoll_operator.broker.routes import MOST_BYTES, BrokerRoutes
 from kuberoll_operator.broker.settings import BrokerSettings
@@ -22,6 +21,7 @@ from kuberoll_operator.health import Health, routes
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.resources import PODS
+from kuberoll_operator.sandbox_pod import PodContext
 from kuberoll_operator.signals import set_on_end
 from kuberoll_operator.watches import Watches
 

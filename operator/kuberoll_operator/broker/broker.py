@@ -18,13 +18,13 @@ from typing import Final, NamedTuple
 
 from kuberoll_api import sandboxes
 from kuberoll_api.sandboxes import SandboxAnswer, SandboxRequest
-from kuberoll_operator.broker.pod import PodContext, build_pod, pod_name, problem
 from kuberoll_operator.broker.pods import PodKey, SandboxPod, SandboxPods, is_sandbox_of
 from kuberoll_operator.broker.room import Room
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, QuotaExceeded, TooMany
 from kuberoll_operator.kube.resources import PODS
 from kuberoll_operator.model import Key
+from kuberoll_operator.sandbox_pod import PodContext, build_pod, pod_name, problem
 
 SWEEP_SECONDS: Final = 5.0
 """Time between two looks for what nobody wants any more."""

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from kuberoll_api import conditions
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.removed import without_removed
-from kuberoll_operator.broker.pod import PodContext
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import ApiError
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS
 from kuberoll_operator.model import Key, Object, is_true, status_of
+from kuberoll_operator.sandbox_pod import PodContext
 
 # A job that is over, or has another owner, is noticed so much later; its workers are being ended then anyway.
 KEPT_SECONDS: Final = 10.0

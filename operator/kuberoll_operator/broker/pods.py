@@ -9,11 +9,11 @@ from typing import Final
 
 from kuberoll_api.sandboxes import SandboxAnswer
 from kuberoll_operator import names
-from kuberoll_operator.broker.pod import LEASE_ANNOTATION, PodContext
 from kuberoll_operator.broker.states import answer_of, image_of, user_of, waits_for_a_node
 from kuberoll_operator.cache import Scope, version_of
 from kuberoll_operator.kube.resources import Resource
 from kuberoll_operator.model import Key, Object
+from kuberoll_operator.sandbox_pod import LEASE_ANNOTATION, PodContext
 
 SELECTOR: Final = f"app.kubernetes.io/managed-by={names.BROKER},{names.SANDBOX_JOB_LABEL}"
 _LEASE_SECONDS: Final = 60.0

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kuberoll_api.sandboxes import CONTAINER, SANDBOX_PORT, SandboxAnswer
-from kuberoll_operator.broker.pod import IDENTITY_CONTAINER
 from kuberoll_operator.model import condition
+from kuberoll_operator.sandbox_pod import IDENTITY_CONTAINER
 
 # The kubelet tries again whatever the registry says; these answers will not change.
 _NEVER: Final = frozenset({"ErrImageNeverPull", "InvalidImageName"})

@@ -13,12 +13,12 @@ from typing import Any, Final, NamedTuple
 
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.sandboxes import CONTAINER, SandboxRequest
-from kuberoll_operator.broker.pod import LEASE_ANNOTATION, PodContext, build_pod
 from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.quantities import number_of
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.demand import demand
+from kuberoll_operator.sandbox_pod import LEASE_ANNOTATION, PodContext, build_pod
 
 POD_SET: Final = "sandboxes"
 """Name of the first pod set of a job's sandboxes; those of others end with the number of their first environment."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.sandboxes import SandboxRequest
-from kuberoll_operator.broker.pod import PodContext
 from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import merge
+from kuberoll_operator.sandbox_pod import PodContext
 from tests.operator.support import NAMESPACE, UID
 
 WORKER = "tasks-workers-0-abcde-0a1b2c3d"

@@ -11,8 +11,8 @@ import pytest
 
 from kuberoll_api.sandboxes import SandboxAnswer
 from kuberoll_operator.broker.broker import SWEEP_SECONDS, Broker
-from kuberoll_operator.broker.pod import build_pod
 from kuberoll_operator.model import Key, Object
+from kuberoll_operator.sandbox_pod import build_pod
 from tests.operator.broker.memory import Answer, Server, broker_of, lost, refused
 from tests.operator.broker.support import WORKER, context, request
 from tests.operator.emulator import in_virtual_time

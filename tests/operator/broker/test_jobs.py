@@ -9,10 +9,10 @@ import pytest
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.broker.jobs import KEPT_SECONDS, Jobs, UnknownWorker, UnusableJob
-from kuberoll_operator.broker.pod import PodContext
 from kuberoll_operator.kube.errors import ApiError
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS, Resource
 from kuberoll_operator.model import Key, Object
+from kuberoll_operator.sandbox_pod import PodContext
 from tests.operator.broker.memory import lost, refused
 from tests.operator.broker.support import manifest
 from tests.operator.support import NAMESPACE, condition

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kuberoll_api.sandboxes import CAPABILITIES, Placement
-from kuberoll_operator.broker.pod import build_pod, pod_name, problem
 from kuberoll_operator.commands.render import to_yaml
 from kuberoll_operator.model import Object
+from kuberoll_operator.sandbox_pod import build_pod, pod_name, problem
 from tests.operator.broker.support import context, request
 from tests.schemas import validate
 
