@@ -52,7 +52,7 @@ class Scenario:
         return None
 
     def _wrong_incidents(self, found: Any) -> str | None:
-        incidents = found.incidents or ()
+        incidents = list(found.incidents or [])
         if len(incidents) != 1:
             return self._says(found, f"{len(incidents)} incidents")
         return self._wrong_cause(incidents[0].kind, incidents[0].reason, found)
