@@ -46,7 +46,7 @@ class Engines:
         """
         self._choose, self._nobody = choose, nobody
         self._asked: collections.Counter[str] = collections.Counter()
-        self._url = ""
+        self.url = ""
         self._clients: dict[str, Any] = {}
         self._stack = AsyncExitStack()
         self._over = asyncio.Event()
@@ -56,7 +56,7 @@ class Engines:
         chosen = self._choose(int(request.session_id.split("-")[0]))
         if chosen not in self._clients:
             api, _, what = chosen.partition("/")
-            url = self._nobody if what == "nobody" else f"{self._url}/{what.replace('/', '-').replace(' ', '_')}"
+            url = self._nobody if what == "nobody" else f"{self.url}/{what.replace('/', '-').replace(' ', '_')}"
             client: Any = ServeClient(url, limit=64)
             if api == "openai":
                 # Nobody tells which model there is, where nobody is.
@@ -77,7 +77,7 @@ class Engines:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         assert site._server is not None
-        self._url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
         try:
             yield self
         finally:

@@ -55,7 +55,8 @@ class Scenario:
         incidents = list(found.incidents or [])
         if len(incidents) != 1:
             return self._says(found, f"{len(incidents)} incidents")
-        return self._wrong_cause(incidents[0].kind, incidents[0].reason, found)
+        (incident,) = incidents
+        return self._wrong_cause(incident.kind, incident.reason, found)
 
     def _wrong_cause(self, kind: str, reason: str | None, found: Any) -> str | None:
         if kind != self.kind or (self.reasons and reason not in self.reasons):
