@@ -32,11 +32,11 @@ API_NEEDS = {
 
 # Dataclasses that are filled or changed after they are made; all others are values, which tasks and threads share.
 STATE = {
-    "Branch", "DroppedRecord", "EngineTally", "EnvironmentSummary", "ExtendedMessage", "FailureCause", "FailureCauses",
-    "FailureRecord", "GroupResult", "GymRollout", "Incident", "Message", "PaceState", "Pacer", "Partial",
-    "Progress", "RescoreCounts", "RescoredManifest", "RunEnd", "RunManifest", "RunResult", "RunState",
-    "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord",
-    "_Form", "_Offered", "_OpenGroup", "_Segment", "_Server", "_Turn",
+    "Branch", "Coverage", "DroppedRecord", "EngineTally", "EnvironmentSummary", "ExtendedMessage", "FailureCause",
+    "FailureCauses", "FailureRecord", "GroupResult", "GymRollout", "Incident", "Message", "PaceState", "Pacer",
+    "Partial", "Progress", "RescoreCounts", "RescoredManifest", "RunEnd", "RunManifest", "RunResult", "RunState",
+    "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord", "_Form",
+    "_Offered", "_OpenGroup", "_Segment", "_Server", "_Turn",
 }  # fmt: skip
 
 # Dataclasses of many fields that may be made without naming these: they are read from lines, or made in one place.

@@ -358,7 +358,7 @@ async def test_an_episode_that_is_lost_again_and_again_fails() -> None:
         with pytest.raises(TrajectoryFailed, match="gone") as caught:
             await replayer._retrying(step)
     # It is no try of the environment's: those would have been two.
-    assert (caught.value.kind, caught.value.stage) == ("environment", "environment")
+    assert (caught.value.cause.reason, caught.value.stage) == ("EpisodeLost", "environment")
     assert caught.value.tries == lost == MAX_RECOVERIES + 1
 
 

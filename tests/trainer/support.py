@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kuberoll_workers.data.messages import Message, token_array
-from kuberoll_workers.data.record import AnyRecord, TrajectoryRecord, encode_line
+from kuberoll_workers.data.record import AnyRecord, DroppedRecord, TrajectoryRecord, encode_line
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST
 from kuberoll_workers.output.storage import DirectoryStorage
 from tests.output import support
@@ -57,7 +57,7 @@ class WrittenRun:
     def journal_of(self, record: AnyRecord) -> str:
         if isinstance(record, TrajectoryRecord):
             return f"shard-{record.task_index % self.manifest['shards']:05d}"
-        return "dropped" if hasattr(record, "reason") else "failures"
+        return "dropped" if isinstance(record, DroppedRecord) else "failures"
 
     def end(self) -> None:
         """Write what a run writes last."""

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll.trainer import Batch, GroupKey, Rollouts
-from kuberoll_workers.data.record import AnyRecord, TrajectoryRecord, encode_line
+from kuberoll_workers.data.record import AnyRecord, DroppedRecord, TrajectoryRecord, encode_line
 from kuberoll_workers.output import records
 from kuberoll_workers.output.journal import repair
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST
@@ -33,7 +33,7 @@ GROUPS, REPEATS, SHARDS = 14, 3, 3
 def name_of(record: AnyRecord) -> str:
     if isinstance(record, TrajectoryRecord):
         return records.shard_name(record.task_index % SHARDS)
-    return records.DROPPED if hasattr(record, "reason") else records.FAILURES
+    return records.DROPPED if isinstance(record, DroppedRecord) else records.FAILURES
 
 
 @dataclass

@@ -209,7 +209,7 @@ def test_short_logprobs_fail_whom_they_are_short_for(run: Any) -> None:
     ("output", "kind", "tries", "cause"),
     [
         ({}, "infrastructure", 3, "no output_ids"),
-        (None, "model", 1, "the policy raised TypeError: the policy's output is a NoneType"),
+        (None, "infrastructure", 1, "the policy raised TypeError: the policy's output is a NoneType"),
     ],
 )
 def test_no_output(run: Any, output: Any, kind: str, tries: int, cause: str) -> None:
@@ -246,9 +246,9 @@ def test_generate_that_answers_too_few() -> None:
         (RuntimeError("engine is dead"), "infrastructure", 3),
         (OSError("connection reset"), "infrastructure", 3),
         (ValueError("prompt 1 is too long"), "data", 1),
-        (TypeError("not a batch"), "model", 1),
-        (KeyError("input_ids"), "model", 1),
-        (NotImplementedError("no"), "model", 1),
+        (TypeError("not a batch"), "infrastructure", 1),
+        (KeyError("input_ids"), "infrastructure", 1),
+        (NotImplementedError("no"), "infrastructure", 1),
     ],
 )
 def test_policy_errors(run: Any, error: Exception, kind: str, tries: int) -> None:

@@ -21,14 +21,6 @@ _WORDS_OF_KINDS: Final = {
     "data": "the data's fault, not the policy's",
     "operator": "a limit or an interruption of the run, not the policy's doing",
 }
-_ENDS: Final = {
-    "terminated": "its environment ended the episode",
-    "truncated": "a length limit cut it, which the policy reached",
-    "max_turns": "it used up rollout.maxTurns",
-    "oversampled": "it was dropped: enough other samples of its group finished first",
-    "filtered": "it was dropped: its group was filtered out (rollout.groups.dropEqualRewards)",
-    "stale": "it was dropped: its group is older than rollout.onPolicy.maxLag allows",
-}
 _SEQUELS: Final = {
     "sent again": "the request was sent again",
     "tried again": "it was tried again",
@@ -141,9 +133,9 @@ def _verdict(end: AnyEnd | None) -> str:
         whose = _WORDS_OF_KINDS[end.kind]
         return f"So it has no reward, which is not a reward of 0: {whose}. --resume plays it again."
     outcome = end.reason if isinstance(end, DroppedRecord) else end.stop_reason
-    words = _ENDS.get(outcome, ENDINGS[outcome].title)
+    words = ENDINGS[outcome].words
     if isinstance(end, DroppedRecord):
-        return f"So it has no part in the run: {words}."
+        return f"So it has no part in the run: it was dropped, since {words}."
     return f"So its reward is the policy's doing: {words}."
 
 

@@ -116,6 +116,8 @@ class IncidentLog:
 
     def to_journal(self) -> list[Incident] | None:
         """Those that have not been journaled, or have grown since; they count as journaled then."""
+        if not self._incidents:
+            return None
         new = self._incidents[self._journaled :]
         self._journaled = len(self._incidents)
         return new or None

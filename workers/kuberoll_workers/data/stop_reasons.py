@@ -29,6 +29,7 @@ class Ending:
     Attributes:
         kind: `finished`: it has a reward and counts as complete; `failed`: it has none; `dropped`: it is not used.
         title: Its name for people.
+        words: What led to it, a sentence without its end.
         by_environment: The environment ended the episode.
         cut: A length limit cut what would have come: trainers treat its end as none of the policy's choice.
         whole_group: Its prompt group is given up as a whole, and never run again.
@@ -39,6 +40,7 @@ class Ending:
 
     kind: Kind
     title: str
+    words: str
     by_environment: bool = False
     cut: bool = False
     whole_group: bool = False
@@ -53,6 +55,7 @@ ENDINGS: Final[Mapping[str, Ending]] = {
     "terminated": Ending(
         kind="finished",
         title="terminated",
+        words="its environment ended the episode",
         by_environment=True,
         precedence=_FINISHED,
         rate="natural_termination_rate",
@@ -61,6 +64,7 @@ ENDINGS: Final[Mapping[str, Ending]] = {
     "truncated": Ending(
         kind="finished",
         title="truncated",
+        words="a length limit cut it, which the policy reached",
         cut=True,
         precedence=_FINISHED,
         rate="truncation_rate",
@@ -69,15 +73,30 @@ ENDINGS: Final[Mapping[str, Ending]] = {
     "max_turns": Ending(
         kind="finished",
         title="max turns",
+        words="it used up rollout.maxTurns",
         precedence=_FINISHED,
         rate="max_turns_reached_rate",
         flag="max_turns_reached",
     ),
-    "failed": Ending(kind="failed", title="failed"),
-    "oversampled": Ending(kind="dropped", title="oversampled"),
-    "filtered": Ending(kind="dropped", title="filtered", whole_group=True, precedence=1),
+    "failed": Ending(kind="failed", title="failed", words="it failed"),
+    "oversampled": Ending(
+        kind="dropped", title="oversampled", words="enough other samples of its group finished first"
+    ),
+    "filtered": Ending(
+        kind="dropped",
+        title="filtered",
+        words="its group was filtered out (rollout.groups.dropEqualRewards)",
+        whole_group=True,
+        precedence=1,
+    ),
     # It counts although its trajectory has finished.
-    "stale": Ending(kind="dropped", title="too old", whole_group=True, precedence=_FINISHED + 1),
+    "stale": Ending(
+        kind="dropped",
+        title="too old",
+        words="its group is older than rollout.onPolicy.maxLag allows",
+        whole_group=True,
+        precedence=_FINISHED + 1,
+    ),
 }
 """What is true of each outcome, in the order in which outcomes are listed."""
 

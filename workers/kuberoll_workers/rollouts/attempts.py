@@ -61,9 +61,8 @@ class Attempts:
         """
         retries = self._retries
         tries = 0
-        now = asyncio.get_running_loop().time
+        began = flight.waiting_since
         while True:
-            began = now()
             try:
                 return await operation(tries)
             except (StartOver, TrajectoryFailed):
@@ -75,14 +74,16 @@ class Attempts:
                 pause = backoff(
                     tries, base=retries.backoff_seconds, longest=retries.max_backoff_seconds, draw=self._draw
                 )
+                now = asyncio.get_running_loop().time()
                 flight.note_incident(
                     cause_of_error(error),
                     message_of(error),
                     stage=stage,
                     sequel="tried again",
-                    seconds=now() - began + pause,
+                    seconds=now - began + pause,
                     tokens=tokens(),
                 )
+                began = now + pause
             flight.metrics.record_retry(stage)
             await asyncio.sleep(pause)
 

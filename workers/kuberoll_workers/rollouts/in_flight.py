@@ -96,8 +96,8 @@ class InFlight:
         self.started = self.waiting_since = self.began = now
         self._over = now
         self._resent: Token[Any] | None = None
-        turns = () if sample.partial is None else sample.partial.turns
-        self.incidents = IncidentLog(united(turn.incidents for turn in turns), noted=metrics.record_incident)
+        earlier = () if sample.partial is None else united(turn.incidents for turn in sample.partial.turns)
+        self.incidents = IncidentLog(earlier, noted=metrics.record_incident)
         self.waiting_seconds = 0.0
         self.session: str | None = None
         self.deadline = None if seconds is None else now + seconds
@@ -119,6 +119,7 @@ class InFlight:
             return
         if isinstance(reason, TrajectoryFailed):
             self.failure = reason
+            self._over = asyncio.get_running_loop().time()
         else:
             self.drop_reason = reason
         if self._timeout is not None and not self._timeout.expired():
@@ -191,7 +192,6 @@ class InFlight:
             self._timeout = None
             assert self._resent is not None
             RESENT.reset(self._resent)
-            self._over = asyncio.get_running_loop().time()
             self._ended(self, interrupted)
 
     def _failure_of(self, error: Exception | asyncio.CancelledError, *, expired: bool) -> TrajectoryFailed:
@@ -210,6 +210,7 @@ class InFlight:
         # `stop` has recorded the reason already; an error caused by stopping is of no interest.
         if self.failure is None and self.drop_reason is None:
             self.failure = failure
+            self._over = asyncio.get_running_loop().time()
 
     def result(self) -> TrajectoryRecord | FailureRecord | DroppedRecord:
         """The record of a trajectory that has ended."""

@@ -226,10 +226,7 @@ class TurnPlayer:
             StartOver: The trajectory must start over.
         """
         trajectory = flight.trajectory
-        restarts = environment.hooks.recovery == "restart"
-        now = asyncio.get_running_loop().time
         while True:
-            began = now()
             try:
                 if flight.lost:
                     await self._episodes.recover(flight)
@@ -242,16 +239,17 @@ class TurnPlayer:
                 flight.lost = True
                 if flight.losses > MAX_RECOVERIES:
                     raise
-                if restarts:
+                if environment.hooks.recovery == "restart":
                     flight.note_restart(fault.cause, str(fault), stage="environment")
                 else:
+                    seconds = asyncio.get_running_loop().time() - flight.waiting_since
                     flight.note_incident(
-                        fault.cause, str(fault), stage="environment", sequel="restored", seconds=now() - began
+                        fault.cause, str(fault), stage="environment", sequel="restored", seconds=seconds
                     )
             except EnvironmentFault as fault:
                 # The step may have changed the state of the episode before it failed.
                 flight.lost = flight.episode is not None and environment.hooks.stateful
-                if flight.lost and restarts and is_retryable(fault):
+                if flight.lost and environment.hooks.recovery == "restart" and is_retryable(fault):
                     # A trajectory that starts over comes to the same turn again.
                     tries = flight.faults[trajectory.turn] = flight.faults.get(trajectory.turn, 0) + 1
                     exhausted = sum(flight.faults.values()) > MAX_RECOVERIES

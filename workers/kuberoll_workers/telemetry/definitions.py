@@ -247,7 +247,7 @@ SANDBOXES_LOST: Final = Counter(
     "another one.",
 )
 GRADER_INPUTS_CHANGED: Final = Counter(
-    name="kuberoll_grader_inputs_changed_total",
+    name="kuberoll_grader_changed_steps_total",
     unit="steps",
     labels=_ENVIRONMENT,
     help="Steps of tasks whose agent changed what tests in its machine read without being told: programs on the path, "

@@ -15,6 +15,8 @@ from kuberoll_workers.adapters.nemo_rl.actors import ray_cause
 from kuberoll_workers.adapters.nemo_rl.gym_rows import GymRollout, read_rollout
 from kuberoll_workers.adapters.nemo_rl.limits import RolloutLimits
 from kuberoll_workers.data.plain import message_of
+from kuberoll_workers.data.tracebacks import traceback_of
+from kuberoll_workers.environments.exception_causes import cause_of
 from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault
 from kuberoll_workers.rollouts.failures import TrajectoryFailed, backoff, failure_of
 
@@ -203,7 +205,16 @@ def _failure(fault: Exception, tries: int) -> TrajectoryFailed:
     if _is_infrastructure(fault):
         words = f"{type(fault).__name__}: {message_of(fault)}"
         return TrajectoryFailed(words, reason="EnvironmentUnreachable", stage="environment", tries=tries)
-    return failure_of(fault, stage="environment", tries=tries)
+    if isinstance(fault, EnvironmentFault):
+        return failure_of(fault, stage="environment", tries=tries)
+    # What Gym's actor raises is the environment's, or of what that depends on.
+    return TrajectoryFailed(
+        message_of(fault) or type(fault).__name__,
+        reason=cause_of(fault),
+        stage="environment",
+        tries=tries,
+        traceback=traceback_of(fault),
+    )
 
 
 def _is_infrastructure(fault: Exception) -> bool:
