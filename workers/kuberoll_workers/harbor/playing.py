@@ -164,7 +164,7 @@ class Player:
         directory: Path,
         reservation: Reservation | None = None,
         *,
-        is_agent_s: bool = True,
+        holds_agent: bool = True,
     ) -> AsyncIterator[Lease]:
         """A machine of a task (`harbor.rows`, MACHINE) that is ready, for the time of the block."""
         network = reach(machine["network"], self.options.network)
@@ -175,7 +175,7 @@ class Player:
             spec = dataclasses.replace(spec, total_seconds=min(spec.total_seconds + AHEAD_SECONDS, _LONGEST_SECONDS))
         async with self.sandboxes.lease(spec, reservation) as lease, _way_out(lease.sandbox, before) as proxy:
             sandbox, setup = lease.sandbox, machine.get("setup")
-            for path in (AGENT_LOGS, ARTIFACTS) if is_agent_s else ():
+            for path in (AGENT_LOGS, ARTIFACTS) if holds_agent else ():
                 await sandbox.make_directory(path, mode=0o777, user="0")
             if (source := machine.get("upload")) is not None:
                 await sandbox.upload(directory / source, await sandbox.workdir(), user="0")
@@ -241,7 +241,7 @@ class Player:
         if (machine := verifier.get("machine")) is None:
             return await verify(sandbox, verifier, directory, environment=environment)
         archives = await collect(sandbox, step.get("artifacts", ()))
-        async with self._machine(machine, directory, is_agent_s=False) as own:
+        async with self._machine(machine, directory, holds_agent=False) as own:
             others.append(own)
             await place(own.sandbox, archives)
             return await verify(own.sandbox, verifier, directory, environment=environment)
