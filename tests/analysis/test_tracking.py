@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,14 @@ from kuberoll_workers.output.run_files import RunFiles
 from tests.analysis.test_export import run_of, trajectory
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def trackers_leave_nothing(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb makes directories when it is imported, and removes them only at an orderly exit of its process."""
+    if "wandb" not in sys.modules:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("trackers")))
+
 
 AGGREGATED = {
     "format": 2,

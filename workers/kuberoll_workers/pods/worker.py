@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import importlib.util
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -478,6 +480,7 @@ class ShardPod:
         if not in_bucket(self._tokenizer):
             return
         directory = tempfile.mkdtemp(prefix="kuberoll-tokenizer-")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
         try:
             copy_tokenizer(self._tokenizer, Path(directory))
         except ModelRefused as error:
