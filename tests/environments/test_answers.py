@@ -51,7 +51,8 @@ def check(rows: list[dict[str, Any]], results: dict[int, Any]) -> None:
         number, result = row["row"], results[row["row"]]
         if hasattr(result, "cause"):
             assert "act" in row, (row, result.cause)
-            assert result.kind == "environment"
+            # A process that kills itself looks like one that was killed.
+            assert result.kind == "environment" or result.reason == "ProcessKilled"
             continue
         turns = range(TURNS)
         assert [message.content for message in result.messages if message.role == "environment"] == [

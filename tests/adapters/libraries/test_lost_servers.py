@@ -265,5 +265,5 @@ async def test_a_server_that_stays_away_is_a_failure_of_each_trajectory(tmp_path
     assert first[0] in {record.task_index for record in failures}
     assert TRAJECTORIES - 1 in {record.task_index for record in failures}
     for failure in failures:
-        assert (failure.kind, failure.stage) == ("environment", "environment")
-        assert "ServerError" in failure.cause or "Unreachable" in failure.cause, failure.cause
+        assert (failure.reason, failure.stage) == ("EnvironmentUnreachable", "environment"), failure.cause
+        assert "Disconnected" in failure.cause or "Unreachable" in failure.cause, failure.cause

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import orjson
 
+from kuberoll_workers.environments.interface import Unavailable
 from kuberoll_workers.network.connections import tcp_connector
 
 CONNECT_SECONDS: Final = 20.0
@@ -27,8 +28,16 @@ class ServerError(RuntimeError):
     """A server cannot be reached, or refused a request; the message names its address."""
 
 
-class Unreachable(ServerError):
+class Unreachable(Unavailable, ServerError):
     """There is no connection: nothing was sent."""
+
+    reason = "EnvironmentUnreachable"
+
+
+class Disconnected(Unavailable, ServerError):
+    """The connection broke, or the session is lost: what became of a request is unknown."""
+
+    reason = "EnvironmentUnreachable"
 
 
 async def patiently(ask: Callable[[], Awaitable[_Result]], seconds: float) -> _Result:
@@ -132,7 +141,7 @@ async def _ask(method: str, url: str, cookies: Mapping[str, str], **request: Any
 
 def failed(url: str, error: aiohttp.ClientError | OSError) -> ServerError:
     """What to raise for a request without an answer."""
-    kind = Unreachable if isinstance(error, aiohttp.ClientConnectorError) else ServerError
+    kind = Unreachable if isinstance(error, aiohttp.ClientConnectorError) else Disconnected
     return kind(f"{url}: {reason_of(error)}")
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, JsonValue, model_validator
 
 from kuberoll_workers.adapters.connected import ConnectedEnvironment
-from kuberoll_workers.adapters.http import CONNECT_SECONDS, ServerError, Unreachable, patiently
+from kuberoll_workers.adapters.http import CONNECT_SECONDS, Disconnected, Unreachable, patiently
 from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.hooks import Hooks
@@ -219,7 +219,7 @@ class _Sessions:
             result = await client.call_tool(name, dict(arguments))
         except MCPError as error:
             if error.code == _CONNECTION_CLOSED or not await _answers(client):
-                raise ServerError(f"the session of the MCP tool {name} is lost: {error.message}") from error
+                raise Disconnected(f"the session of the MCP tool {name} is lost: {error.message}") from error
             return f"Error: {error.message}"
         return "\n".join(map(_text, result.content))
 
@@ -273,7 +273,7 @@ def _failure(server: str, cause: BaseException) -> Exception:
 
     if isinstance(cause, ValueError):
         return cause
-    kind = Unreachable if isinstance(cause, httpx2.ConnectError) else ServerError
+    kind = Unreachable if isinstance(cause, httpx2.ConnectError) else Disconnected
     return kind(f"MCP server {server}: {cause}")
 
 

@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue
 from kuberoll_workers.adapters.connected import ConnectedEnvironment
 from kuberoll_workers.adapters.episodes import reward_metrics, seed_of, seeded_rows
 from kuberoll_workers.adapters.functions import function_of
-from kuberoll_workers.adapters.http import CONNECT_SECONDS, ServerError, failed, patiently, reason_of
+from kuberoll_workers.adapters.http import CONNECT_SECONDS, Disconnected, ServerError, failed, patiently, reason_of
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.turn import Turn, batch_of, first_tagged, quoted, reply_of
 from kuberoll_workers.environments.interface import (
@@ -124,9 +124,9 @@ class _Connection:
             await self.socket.send_json({"type": kind, "data": data})
             message = await self.socket.receive()
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{self.url}: {reason_of(error)}") from error
+            raise Disconnected(f"{self.url}: {reason_of(error)}") from error
         if message.type is not aiohttp.WSMsgType.TEXT:
-            raise ServerError(f"{self.url}: the server closed the connection")
+            raise Disconnected(f"{self.url}: the server closed the connection")
         answer = json.loads(message.data)
         found: dict[str, Any] = answer.get("data") or {}
         if answer.get("type") == "observation":
