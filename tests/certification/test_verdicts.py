@@ -14,7 +14,9 @@ from kuberoll_workers.certification.verdicts import judge
 REWARDS = st.sampled_from([0.0, 0.5, 1.0])
 
 
-def repeated(kind: TrialKind, rewards: list[float | None], name: str = "", *, problem: str = "broken") -> Repeated:
+def repeated(
+    kind: TrialKind, rewards: list[float | None], name: str = "", *, problem: str | None = "broken"
+) -> Repeated:
     trial = Trial(kind=kind, name=name or kind)
     return Repeated(trial, [Graded(Outcome(reward=one, problem=problem if one is None else None)) for one in rewards])
 
@@ -60,6 +62,14 @@ def test_a_grader_that_finds_something_in_the_prompt_is_a_warning_unless_the_pro
     assert (judgement.verdict, [one.kind for one in judgement.warnings]) == ("certified", ["reads_prompt"])
     stated = repeated("attack", [1.0], f"{PROMPT}'s stated answer")
     assert classes(right, nothing, echo, stated, wrong) == {"truth_in_prompt"}
+
+
+def test_a_machine_that_could_not_be_had_refuses_no_row() -> None:
+    trial = Trial(kind="solution", name="solution")
+    lost = Repeated(trial, [Graded(Outcome(reward=None, trouble="no sandbox could be started"))] * 2)
+    judgement = judge([lost, repeated("nothing", [0.0]), repeated("attack", [None], problem=None)])
+    assert (judgement.verdict, judgement.findings) == ("unproven", ())
+    assert "no sandbox could be started" in judgement.unproven[0]
 
 
 def test_without_a_solution_nothing_is_certified() -> None:

@@ -57,10 +57,12 @@ class TaskSubject:
         said = [played.output.strip()[-300:], *(f"changed {path}" for path in played.changed[:3])]
         if not played.carried_out:
             # It could leave nothing, so that it passes says nothing of the tests.
-            return Outcome(reward=0.0, seconds=played.verifier_seconds, detail="the attack could leave nothing")
+            return Outcome(reward=None, seconds=played.verifier_seconds, detail="the attack could leave nothing")
+        if played.problem is not None:
+            return Outcome(reward=None, trouble=played.problem, seconds=played.verifier_seconds)
         return Outcome(
             reward=played.reward,
-            problem=None if played.reward is not None else played.failure or played.problem or "there was no reward",
+            problem=None if played.reward is not None else played.failure or "there was no reward",
             seconds=played.verifier_seconds,
             detail="; ".join(filter(None, said)),
         )

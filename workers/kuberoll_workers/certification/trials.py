@@ -42,7 +42,9 @@ class Outcome:
 
     Attributes:
         reward: Sum of the rewards of all turns; None: there was none.
-        problem: Why there was none.
+        problem: Why there was none, by the grader's doing.
+        trouble: Why there was none, by nobody's doing: a machine could not be had. Without either, the answer could
+            not be given at all.
         seconds: Time that the grader took.
         memory: Its peak memory, in bytes; None: unknown.
         detail: What it said last.
@@ -50,6 +52,7 @@ class Outcome:
 
     reward: float | None
     problem: str | None = None
+    trouble: str | None = None
     seconds: float = 0.0
     memory: int | None = None
     detail: str = ""
@@ -83,6 +86,11 @@ class Repeated:
     def problems(self) -> list[str]:
         """Why there were no rewards, each reason once, in their order."""
         return list(dict.fromkeys(one.outcome.problem for one in self.gradings if one.outcome.problem is not None))
+
+    @property
+    def troubles(self) -> list[str]:
+        """What kept it from being graded, each reason once, in their order."""
+        return list(dict.fromkeys(one.outcome.trouble for one in self.gradings if one.outcome.trouble is not None))
 
     @property
     def failed(self) -> int:

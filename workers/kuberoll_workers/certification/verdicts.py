@@ -72,8 +72,11 @@ def judge(repeated: Sequence[Repeated], *, full_reward: float | None = None, unp
     wrong = [one for one in repeated if one.trial.kind != "solution"]
     findings = [*_of_errors(repeated), *_of_solutions(solutions, full), *_of_flakes(repeated)]
     findings += _of_wrong(wrong, full)
-    missing = list(unproven)
-    if not solutions:
+    missing = [
+        *unproven,
+        *(f"{_name(one)} was not graded: {_short(one.troubles[0])}" for one in repeated if one.troubles),
+    ]
+    if not any(one.rewards or one.problems for one in solutions):
         missing.append("no solution: that a right answer gets the full reward could not be shown")
     if not wrong:
         missing.append("no wrong answer was graded: that they get less could not be shown")
