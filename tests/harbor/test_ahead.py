@@ -378,5 +378,5 @@ async def test_a_job_whose_sandboxes_start_ahead(
     assert meters.value(metrics.SANDBOXES_PREPARED, USED) == 6
     assert meters.value(metrics.SANDBOX_STARTS, STARTED) == meters.value(metrics.SANDBOX_REMOVALS, REMOVED) == 8
     assert meters.value(metrics.SANDBOXES_AHEAD) == meters.value(metrics.SANDBOXES_IN_USE) == 0
-    assert all(use.ahead_seconds <= use.seconds for use in uses)
+    assert all(use["ahead_seconds"] <= use["seconds"] for use in uses)
     assert len(meters.take()[metrics.SANDBOX_WAIT_SECONDS.name, ()]) == 8

@@ -192,7 +192,8 @@ async def test_each_machine_that_a_task_had_is_in_its_result(play: Playing, sand
     assert task.began < verifier.asked
     assert verifier.began + verifier.seconds <= task.began + task.seconds + 0.1
     assert state_of(found)["sandboxes"][0] == {
-        "asked": task.asked, "start_seconds": task.start_seconds, "seconds": task.seconds, "left": False
+        "asked": task.asked, "start_seconds": task.start_seconds, "seconds": task.seconds,
+        "ahead_seconds": 0.0, "left": False
     }  # fmt: skip
 
 
