@@ -37,13 +37,14 @@ def processes() -> ForkServerContext:
 
 
 def digests(location: str) -> dict[TrajectoryKey, str]:
-    """What was stored, without what no two runs share: how long it took. Every line is checked, none may be twice."""
+    """What was stored, without times and interruptions. Every line is checked, and none may be twice."""
     storage = open_storage(location)
     found: dict[TrajectoryKey, str] = {}
     for shard in storage.shards():
         for record in records.trajectories(storage, shard):
             assert record.key not in found
             record.timing = Timing([], [])
+            record.incidents = None
             found[record.key] = hashlib.sha256(encode_line(record)).hexdigest()
     return found
 

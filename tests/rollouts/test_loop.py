@@ -583,7 +583,7 @@ async def test_turn_deadline(scheduling: str, where: str) -> None:
         scheduling=scheduling,
     )
     assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated"]
-    assert (results[1].kind, results[1].stage) == ("infrastructure", where)
+    assert (results[1].reason, results[1].stage) == ("TurnDeadline", where)
     assert results[1].cause == "the turn took longer than rollout.timeouts.turnSeconds (2 s)"
 
 

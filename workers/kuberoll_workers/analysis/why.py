@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kuberoll_workers.data.causes import REASONS
-from kuberoll_workers.data.incidents import Incident
+from kuberoll_workers.data.incidents import Incident, united
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Partial, TrajectoryRecord
 from kuberoll_workers.data.stop_reasons import ENDINGS
 from kuberoll_workers.data.text import one_line
@@ -41,12 +41,14 @@ def story(end: AnyEnd | None, earlier: Sequence[FailureRecord] = (), partial: Pa
         partial: Its journaled turns, if it has not ended.
     """
     lines = [_headline(end, partial)]
+    told: list[Incident] = []
     for failure in earlier:
-        lines += _incidents(failure.incidents)
+        lines += _incidents(new := _new(failure.incidents, told))
+        told += new
         lines += [f"  attempt {failure.attempt + 1} failed: {_failed(failure)}", *_details(failure.evidence)]
     turns = () if partial is None else partial.turns
-    incidents = end.incidents if end is not None else [one for turn in turns for one in turn.incidents or ()]
-    lines += _incidents(incidents)
+    incidents = united(turn.incidents for turn in turns) if end is None else end.incidents
+    lines += _incidents(_new(incidents, told))
     if not earlier and not incidents:
         lines.append("  nothing went wrong on its way")
     if isinstance(end, FailureRecord):
@@ -55,6 +57,11 @@ def story(end: AnyEnd | None, earlier: Sequence[FailureRecord] = (), partial: Pa
             lines.append(f"  it cost {_cost(end.seconds, end.tokens or 0) or 'nothing'}")
     lines.append(_verdict(end))
     return lines
+
+
+def _new(incidents: Sequence[Incident] | None, told: Sequence[Incident]) -> list[Incident]:
+    """Incidents that were not told: an attempt that goes on after the turns of another has its incidents, too."""
+    return [one for one in incidents or () if one not in told]
 
 
 def _headline(end: AnyEnd | None, partial: Partial | None) -> str:
@@ -108,8 +115,6 @@ _NAMES: Final = {
     "exit_code": "exit code",
     "signal": "signal",
     "error": "system error",
-    "event": "Kubernetes says",
-    "excerpt": "it wrote",
 }
 
 
@@ -153,38 +158,44 @@ class ReasonCount:
 
     kind: str
     reason: str
-    failures: int
-    incidents: int
     seconds: float
     tokens: int
     example: tuple[int, int]
+    failures: int = 0
+    incidents: int = 0
 
 
 def counted(records: Iterable[AnyEnd]) -> list[ReasonCount]:
     """What went wrong in a run by its reason, the most frequent failures first, then the most expensive incidents."""
     found: dict[tuple[str, str], ReasonCount] = {}
-
-    def add(kind: str, reason: str, key: tuple[int, int], **more: Any) -> None:
-        old = found.get((kind, reason))
-        if old is None:
-            start = {"failures": 0, "incidents": 0, "seconds": 0.0, "tokens": 0}
-            found[kind, reason] = ReasonCount(kind=kind, reason=reason, example=key, **{**start, **more})
-        else:
-            found[kind, reason] = ReasonCount(
-                kind=kind,
-                reason=reason,
-                example=old.example,
-                failures=old.failures + more.get("failures", 0),
-                incidents=old.incidents + more.get("incidents", 0),
-                seconds=old.seconds + more["seconds"],
-                tokens=old.tokens + more["tokens"],
-            )
-
-    for record in records:
-        key = (record.task_index, record.rollout_index)
-        for one in record.incidents or ():
-            add(one.kind, one.reason, key, incidents=one.count, seconds=one.seconds, tokens=one.tokens)
-        if isinstance(record, FailureRecord):
-            seconds, tokens = record.seconds or 0.0, record.tokens or 0
-            add(record.kind, record.reason or record.stage, key, failures=1, seconds=seconds, tokens=tokens)
+    for new in (one for record in records for one in _counts_of(record)):
+        old = found.get((new.kind, new.reason))
+        found[new.kind, new.reason] = new if old is None else _sum(old, new)
     return sorted(found.values(), key=lambda one: (-one.failures, -one.seconds, -one.incidents, one.reason))
+
+
+def _counts_of(record: AnyEnd) -> Iterator[ReasonCount]:
+    key = (record.task_index, record.rollout_index)
+    for one in record.incidents or ():
+        yield ReasonCount(
+            kind=one.kind, reason=one.reason, incidents=one.count, seconds=one.seconds, tokens=one.tokens, example=key
+        )
+    if isinstance(record, FailureRecord):
+        yield ReasonCount(
+            kind=record.kind,
+            reason=record.reason or record.stage,
+            failures=1,
+            seconds=record.seconds or 0.0,
+            tokens=record.tokens or 0,
+            example=key,
+        )
+
+
+def _sum(one: ReasonCount, other: ReasonCount) -> ReasonCount:
+    return replace(
+        one,
+        failures=one.failures + other.failures,
+        incidents=one.incidents + other.incidents,
+        seconds=one.seconds + other.seconds,
+        tokens=one.tokens + other.tokens,
+    )

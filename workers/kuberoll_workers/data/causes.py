@@ -21,10 +21,6 @@ the dataset's row; or a limit that whoever runs the job has set."""
 KINDS_OF_OLD: Final[Mapping[str, FailureKind]] = MappingProxyType({"model": "policy"})
 """Kinds in records of older versions, and what they are called now."""
 
-MAX_EXCERPT: Final = 2_000
-"""Maximum length of an excerpt, in characters."""
-
-
 MAX_WORD: Final = 200
 """Maximum length of a name in the evidence, in characters."""
 
@@ -100,16 +96,12 @@ class Evidence:
         exit_code: Of the process that ended.
         signal: Name of the signal that ended it.
         error: Symbolic name of the system's error, such as ECONNREFUSED.
-        event: Reason that Kubernetes gives, such as Evicted, OOMKilled or ErrImagePull.
-        excerpt: What was logged or answered.
     """
 
     http_status: int | None = None
     exit_code: int | None = None
     signal: str | None = None
     error: str | None = None
-    event: str | None = None
-    excerpt: str | None = None
 
     def as_json(self) -> dict[str, Any] | None:
         """The fields that say something; None: there are none."""
@@ -119,18 +111,12 @@ class Evidence:
         """The evidence, with texts of bounded length that can be written."""
         return replace(
             self,
-            signal=_bounded(self.signal, MAX_WORD),
-            error=_bounded(self.error, MAX_WORD),
-            event=_bounded(self.event, MAX_WORD),
-            excerpt=_bounded(self.excerpt, MAX_EXCERPT),
+            signal=None if self.signal is None else printable(self.signal, MAX_WORD),
+            error=None if self.error is None else printable(self.error, MAX_WORD),
         )
 
     def __bool__(self) -> bool:
         return self != NO_EVIDENCE
-
-
-def _bounded(text: str | None, limit: int) -> str | None:
-    return None if text is None else printable(text, limit)
 
 
 NO_EVIDENCE: Final = Evidence()

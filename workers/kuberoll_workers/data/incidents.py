@@ -66,7 +66,7 @@ class IncidentLog:
             earlier: Incidents before the trajectory was interrupted.
             noted: Called with each new incident.
         """
-        self._incidents = list(earlier)
+        self._incidents = [*earlier]
         self._journaled = len(self._incidents)
         self._noted = noted
 

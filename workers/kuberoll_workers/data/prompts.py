@@ -129,6 +129,11 @@ class Sample:
         """Name of its episode, and of its session: each attempt has its own."""
         return f"{self.prompt.task_index}-{self.rollout_index}-{self.attempt}"
 
+    @property
+    def is_retry(self) -> bool:
+        """True if its turns are those of an attempt that has failed."""
+        return self.partial is not None and self.partial.turns[-1].attempt < self.attempt
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGroup:

@@ -436,6 +436,9 @@ def failure_to_store(record: TrajectoryRecord | FailureRecord | DroppedRecord, e
         frames=record.frames if isinstance(record, FailureRecord) else None,
         traceback=record.traceback if isinstance(record, FailureRecord) else None,
         reason=record.reason if isinstance(record, FailureRecord) else "EnvironmentInvalid",
+        evidence=record.evidence if isinstance(record, FailureRecord) else None,
+        seconds=record.seconds if isinstance(record, FailureRecord) else None,
+        tokens=record.tokens if isinstance(record, FailureRecord) else record.tokens.generated,
         incidents=record.incidents,
         group_order=record.group_order,
         messages=[

@@ -20,6 +20,7 @@ from kuberoll_workers.policy.agent_sessions import (
     SessionPath,
 )
 from kuberoll_workers.policy.interface import GenerationResult
+from kuberoll_workers.rollouts.failures import TrajectoryFailed
 from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.trajectory import Trajectory
 
@@ -28,8 +29,15 @@ _SPARE_SECONDS: Final = 600.0
 _UNBOUNDED: Final = 1 << 62
 
 
-class NothingSampled(Exception):
+class NothingSampled(TrajectoryFailed):
     """The agent made no call that was answered: there is nothing to learn from."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the agent ended without an answered call of the policy: there is no trajectory",
+            reason="EnvironmentInvalid",
+            stage="environment",
+        )
 
 
 def agent_trajectory(
@@ -57,7 +65,7 @@ def agent_trajectory(
     # An empty response is no turn, and a path of nothing else no path.
     paths = [path for path in closed.trajectories if any(_turns(path))]
     if not paths:
-        raise NothingSampled("the agent ended without an answered call of the policy: there is no trajectory")
+        raise NothingSampled
     first, *others = paths
     turns = list(_turns(first))
     prompt = turns[0].read

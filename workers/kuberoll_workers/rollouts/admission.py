@@ -78,7 +78,7 @@ class SampleAdmission:
             if run is not None and self._has_room(run, room):
                 flight = run.begin()
                 assert flight is not None
-                self._note_change()
+                self._changed.set()
                 return run, flight
             # One at a time waits; the others queue behind it.
             async with self._pull:
@@ -110,7 +110,7 @@ class SampleAdmission:
         if run.closed:
             self.open_groups.discard(run)
         self._ended.set()
-        self._note_change()
+        self._changed.set()
 
     def upcoming(self, count: int) -> list[Sample]:
         """Samples that begin next, in this order, if there were places for them now.
@@ -121,6 +121,7 @@ class SampleAdmission:
             At most `count`, and none that may not begin: before its consumer allows it, before results are read, beyond
             the groups that are needed, or after a drain.
         """
+        self._changed.clear()
         if self._drain.is_set():
             return []
         count = int(min(count, max(0.0, self._run_ahead.limit - self._run_ahead.unread)))
@@ -137,7 +138,7 @@ class SampleAdmission:
         return found
 
     async def change(self) -> None:
-        """Wait until `upcoming` may have other samples than at this call."""
+        """Wait until `upcoming` may have other samples than when it was last asked."""
         events = [self._changed, self._run_ahead.next_read()]
         if self._pace is not None:
             events.append(self._pace.next_change())
@@ -149,10 +150,6 @@ class SampleAdmission:
         finally:
             for task in waiting:
                 task.cancel()
-
-    def _note_change(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     @property
     def exhausted(self) -> bool:

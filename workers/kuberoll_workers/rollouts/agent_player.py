@@ -76,7 +76,7 @@ class AgentPlayer(ABC):
                     if flight.losses > MAX_RECOVERIES:
                         raise lost.cause from lost
                     flight.metrics.record_recovery("restart")
-                    flight.note_restart(lost.cause.cause, str(lost), stage="environment")
+                    flight.note_restart(lost.cause.cause, str(lost), stage="environment", tokens=thrown_away())
                 else:
                     return
 

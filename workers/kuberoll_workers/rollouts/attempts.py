@@ -61,7 +61,6 @@ class Attempts:
         """
         retries = self._retries
         tries = 0
-        began = flight.waiting_since
         while True:
             try:
                 return await operation(tries)
@@ -74,16 +73,14 @@ class Attempts:
                 pause = backoff(
                     tries, base=retries.backoff_seconds, longest=retries.max_backoff_seconds, draw=self._draw
                 )
-                now = asyncio.get_running_loop().time()
                 flight.note_incident(
                     cause_of_error(error),
                     message_of(error),
                     stage=stage,
                     sequel="tried again",
-                    seconds=now - began + pause,
+                    pause=pause,
                     tokens=tokens(),
                 )
-                began = now + pause
             flight.metrics.record_retry(stage)
             await asyncio.sleep(pause)
 

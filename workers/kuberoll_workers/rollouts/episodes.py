@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from kuberoll_workers.data.causes import Cause
 from kuberoll_workers.data.messages import chat_message
 from kuberoll_workers.data.prompts import Prompt, Sample, extended
 from kuberoll_workers.data.tokenization import TemplateRefused, Tokenizer
@@ -91,7 +92,10 @@ class Episodes:
         if not hooks.episodic:
             return
         sample = flight.sample
-        if flight.trajectory.turn and (hooks.recovery == "restart" or (hooks.close and _is_retry(sample))):
+        if flight.trajectory.turn and (hooks.recovery == "restart" or (hooks.close and sample.is_retry)):
+            if not sample.is_retry:
+                text = "the state of its episode was in an instance that is gone"
+                flight.note_restart(Cause("Interrupted"), text, stage="environment")
             # A failed attempt closed its episode.
             flight.trajectory = Trajectory(replace(sample, partial=None), self._settings)
         episode = self.episode(sample)
@@ -233,10 +237,6 @@ def _not_repeatable(difference: str) -> TrajectoryFailed:
         reason="NotRepeatable",
         stage="environment",
     )
-
-
-def _is_retry(sample: Sample) -> bool:
-    return sample.partial is not None and sample.partial.turns[-1].attempt < sample.attempt
 
 
 def _reason(flight: InFlight) -> EndReason:

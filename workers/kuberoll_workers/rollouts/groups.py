@@ -205,7 +205,7 @@ class GroupRun:
         result = flight.result()
         if isinstance(result, TrajectoryRecord):
             if len(self._finished) >= self.result.group.keep:
-                self._due(flight, flight.trajectory.dropped_record("oversampled"), due)
+                self._due(flight, flight.dropped("oversampled"), due)
             else:
                 self._finished.append((flight, result))
                 if self._policy.defers_results or self._rollout.may_score_groups(result.task_name):
@@ -244,7 +244,7 @@ class GroupRun:
         if self._stale:
             while self._unstarted:
                 flight = self._admit(self._unstarted.pop())
-                self._due(flight, flight.trajectory.dropped_record("stale"), due)
+                self._due(flight, flight.dropped("stale"), due)
             return
         keep = self.result.group.keep
         if len(self._finished) >= keep:
@@ -263,7 +263,7 @@ class GroupRun:
         if self._stale:
             self._quota.replace()
             for flight, _ in records:
-                self._due(flight, flight.trajectory.dropped_record("stale"), due)
+                self._due(flight, flight.dropped("stale"), due)
         elif self._policy.atomic and not self._complete:
             self._quota.replace()
             for flight, _ in records:
@@ -271,7 +271,7 @@ class GroupRun:
         elif self._drops([record for _, record in records if isinstance(record, TrajectoryRecord)]):
             self._quota.replace()
             for flight, _ in records:
-                self._due(flight, flight.trajectory.dropped_record("filtered"), due)
+                self._due(flight, flight.dropped("filtered"), due)
         else:
             for flight, record in records:
                 self._due(flight, record, due)

@@ -36,17 +36,18 @@ class InFlight:
         deadline: Time of the event loop at which it fails; None: no limit.
         failure: Why it failed; None: it has not.
         incidents: What went wrong on its way.
-        began: When what it has generated so far began, by the event loop's clock.
         drop_reason: Why it is dropped; None: it is not.
     """
 
     __slots__ = (
+        "_accounted",
+        "_began",
         "_ended",
         "_over",
         "_resent",
         "_seconds",
         "_timeout",
-        "began",
+        "_wasted",
         "closing",
         "deadline",
         "deferred",
@@ -93,8 +94,11 @@ class InFlight:
         self._seconds = seconds
         self._ended = ended
         now = asyncio.get_running_loop().time()
-        self.started = self.waiting_since = self.began = now
-        self._over = now
+        self.started = self.waiting_since = now
+        # What it has generated so far began then; of the time since, so many seconds are those of incidents, up to a
+        # moment. Each second is thrown away once, whatever happens in it.
+        self._began = self._accounted = self._over = now
+        self._wasted = 0.0
         self._resent: Token[Any] | None = None
         earlier = () if sample.partial is None else united(turn.incidents for turn in sample.partial.turns)
         self.incidents = IncidentLog(earlier, noted=metrics.record_incident)
@@ -126,21 +130,55 @@ class InFlight:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     def note_incident(
+        self,
+        cause: Cause,
+        text: str,
+        *,
+        stage: Stage,
+        sequel: Sequel,
+        since: float | None = None,
+        pause: float = 0.0,
+        tokens: int = 0,
+    ) -> None:
+        """Note what went wrong now, and goes on; see `Incident`.
+
+        Args:
+            since: When what is thrown away began, by the event loop's clock; None: with its wait for this generation
+                or step.
+            pause: Seconds until it goes on.
+        """
+        now = asyncio.get_running_loop().time()
+        began = max(self.waiting_since if since is None else since, self._accounted)
+        seconds = max(0.0, now + pause - began)
+        self._accounted = now + pause
+        self._wasted += seconds
+        self._note(cause, text, stage=stage, sequel=sequel, seconds=seconds, tokens=tokens)
+
+    def note_restart(self, cause: Cause, text: str, *, stage: Stage, tokens: int | None = None) -> None:
+        """Note that it is about to start over, and what that throws away.
+
+        Args:
+            tokens: Generated tokens; None: those that it has.
+        """
+        lost = self.trajectory.generated_tokens if tokens is None else tokens
+        now = asyncio.get_running_loop().time()
+        seconds = self._unaccounted(now)
+        self._began = self._accounted = now
+        self._wasted = 0.0
+        self._note(cause, text, stage=stage, sequel="started over", seconds=seconds, tokens=lost)
+        self.incidents.forget_journal()
+
+    def _unaccounted(self, end: float) -> float:
+        """Seconds of what it has generated so far, without those of incidents."""
+        return max(0.0, end - self._began - self._wasted)
+
+    def _note(
         self, cause: Cause, text: str, *, stage: Stage, sequel: Sequel, seconds: float = 0.0, tokens: int = 0
     ) -> None:
-        """Note what went wrong, and goes on; see `Incident`."""
         turn = self.trajectory.turn + (stage == "generation")
         self.incidents.note(
             cause, text, stage=stage, sequel=sequel, turn=turn, at=time.time(), seconds=seconds, tokens=tokens
         )
-
-    def note_restart(self, cause: Cause, text: str, *, stage: Stage) -> None:
-        """Note that it is about to start over, and what that throws away."""
-        now = asyncio.get_running_loop().time()
-        tokens = self.trajectory.generated_tokens
-        self.note_incident(cause, text, stage=stage, sequel="started over", seconds=now - self.began, tokens=tokens)
-        self.incidents.forget_journal()
-        self.began = now
 
     def note_interruption(self, partial: Partial) -> None:
         """Note that it was interrupted, and what of it is not used again."""
@@ -150,10 +188,11 @@ class InFlight:
             lost = sum(len(message.token_ids) for message in messages)
         text = f"it was interrupted after turn {len(partial.turns)}"
         sequel: Sequel = "started over" if lost else "resumed"
-        self.note_incident(Cause("Interrupted"), text, stage="trajectory", sequel=sequel, tokens=lost)
+        self._note(Cause("Interrupted"), text, stage="trajectory", sequel=sequel, tokens=lost)
 
     def _note_resent(self, cause: Cause, text: str, seconds: float) -> None:
-        self.note_incident(cause, text, stage="generation", sequel="sent again", seconds=seconds)
+        since = asyncio.get_running_loop().time() - seconds
+        self.note_incident(cause, text, stage="generation", sequel="sent again", since=since)
 
     def partial(self) -> Partial | None:
         """The complete turns so far, with all incidents; None if there are none."""
@@ -214,14 +253,20 @@ class InFlight:
 
     def result(self) -> TrajectoryRecord | FailureRecord | DroppedRecord:
         """The record of a trajectory that has ended."""
-        record: TrajectoryRecord | FailureRecord | DroppedRecord
+        record: TrajectoryRecord | FailureRecord
         if self.failure is not None:
             record = self.trajectory.failure_record(self.failure)
-            record.seconds = round(self._over - self.began, 3)
+            record.seconds = round(self._unaccounted(self._over), 3)
         elif self.drop_reason is not None:
-            record = self.trajectory.dropped_record(self.drop_reason)
+            return self.dropped(self.drop_reason)
         else:
             record = self.trajectory.record()
+        record.incidents = self.incidents.listed()
+        return record
+
+    def dropped(self, reason: DropReason) -> DroppedRecord:
+        """The record of a trajectory that is not wanted, whether it has finished or not."""
+        record = self.trajectory.dropped_record(reason)
         record.incidents = self.incidents.listed()
         return record
 

@@ -33,6 +33,7 @@ class Preparations:
         self._environments = environments
         self._episode = episode
         self._concurrency = concurrency
+        # Of the environments that prepare episodes; empty until they are found.
         self._most: dict[str, int] = {}
         # Runners of the episodes that are prepared, by the episode's name: before their beginning, and after it.
         self._waiting: dict[str, EnvironmentRunner] = {}

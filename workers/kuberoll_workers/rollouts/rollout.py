@@ -86,7 +86,8 @@ class Rollout:
         )
         if flight.trajectory.turn:
             flight.metrics.record_resume(flight.trajectory.turn)
-        if sample.partial is not None:
+        if sample.partial is not None and not sample.is_retry:
+            # Else its failure says why it is played again.
             flight.note_interruption(sample.partial)
         return flight
 

@@ -242,10 +242,7 @@ class TurnPlayer:
                 if environment.hooks.recovery == "restart":
                     flight.note_restart(fault.cause, str(fault), stage="environment")
                 else:
-                    seconds = asyncio.get_running_loop().time() - flight.waiting_since
-                    flight.note_incident(
-                        fault.cause, str(fault), stage="environment", sequel="restored", seconds=seconds
-                    )
+                    flight.note_incident(fault.cause, str(fault), stage="environment", sequel="restored")
             except EnvironmentFault as fault:
                 # The step may have changed the state of the episode before it failed.
                 flight.lost = flight.episode is not None and environment.hooks.stateful
