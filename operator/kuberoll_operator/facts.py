@@ -36,8 +36,9 @@ from kuberoll_operator.model import Key, Object, Observed, Ref, condition, index
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.policy_access import policy_access_problem
+from kuberoll_operator.render.sandbox_pods import sandboxed
 from kuberoll_operator.render.sandbox_quota import quota_problem
-from kuberoll_operator.render.sandboxes import any_network, sandbox_problem, sandboxed
+from kuberoll_operator.render.sandboxes import any_network, sandbox_problem
 from kuberoll_operator.render.servers import claim_names, claimed, deployed, served
 from kuberoll_operator.servers import ServerState, server_states, service_states, unready
 from kuberoll_operator.settings import Settings

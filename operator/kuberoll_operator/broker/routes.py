@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Annotated, Final
 
 from aiohttp import web
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from kuberoll_api.sandboxes import WAIT_SECONDS, SandboxAnswer, SandboxName, SandboxRequest, WorkerName, WorkerSandboxes
 from kuberoll_operator.broker.broker import Broker
@@ -19,6 +19,7 @@ MOST_BYTES: Final = 1 << 20
 
 _JOB: Final = "/v1/jobs/{namespace}/{job}"
 _NAME: Final = TypeAdapter[str](SandboxName)
+_WAIT: Final = TypeAdapter[float](Annotated[float, Field(allow_inf_nan=False)])
 _WORKER: Final = TypeAdapter[str](WorkerName)
 
 _Handler = Callable[[web.Request, Object], Awaitable[web.StreamResponse]]
@@ -77,8 +78,8 @@ class BrokerRoutes:
             context = self._jobs.usable(job)
         except UnusableJob as error:
             return _answer(SandboxAnswer(state="Refused", reason=str(error)))
-        seconds = max(0.0, min(WAIT_SECONDS, float(request.query.get("wait", WAIT_SECONDS))))
-        return _answer(await self._broker.want(name, wanted, context, seconds=seconds))
+        seconds = _WAIT.validate_python(request.query.get("wait", WAIT_SECONDS))
+        return _answer(await self._broker.want(name, wanted, context, seconds=max(0.0, min(seconds, WAIT_SECONDS))))
 
     async def _release(self, request: web.Request, _: Object) -> web.StreamResponse:
         await self._broker.release(_NAME.validate_python(request.match_info["name"]), _job(request))

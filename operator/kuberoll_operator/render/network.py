@@ -14,7 +14,8 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.render.access import access_rules, policy_ports
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import tcp
-from kuberoll_operator.render.sandboxes import any_network, sandboxed
+from kuberoll_operator.render.sandbox_pods import sandboxed
+from kuberoll_operator.render.sandboxes import any_network
 from kuberoll_operator.render.servers import claimed, deployed, served, servers_of
 
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]

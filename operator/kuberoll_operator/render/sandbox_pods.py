@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from kuberoll_api.model.environments import Environment
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.sandboxes import Sandbox
 from kuberoll_api.sandboxes import CONTAINER, SandboxRequest
 from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import merge
@@ -43,11 +44,19 @@ class SandboxPods(NamedTuple):
     template: Object
 
 
+def sandboxed(job: RolloutJob) -> Iterator[tuple[int, Sandbox]]:
+    """What is said of the sandboxes of each environment that has some, with its number."""
+    for number, spec in enumerate(job.spec.environments):
+        if spec.sandbox is not None:
+            yield number, spec.sandbox
+
+
 def sandbox_pods(context: RenderContext) -> list[SandboxPods]:
     """The kinds of pods of a job's sandboxes: environments whose pods may run on the same nodes have one together."""
     found: list[SandboxPods] = []
-    for number, spec in _sandboxed(context):
-        made = _template(context, spec)
+    for number, sandbox in sandboxed(context.job):
+        spec = context.job.spec.environments[number]
+        made = _template(context, spec.name, sandbox)
         for index, other in enumerate(found):
             if _without_size(other.template) == _without_size(made):
                 template = _as_large_as(other.template, made)
@@ -58,16 +67,11 @@ def sandbox_pods(context: RenderContext) -> list[SandboxPods]:
     return found
 
 
-def _sandboxed(context: RenderContext) -> Iterator[tuple[int, Environment]]:
-    return ((number, spec) for number, spec in enumerate(context.job.spec.environments) if spec.sandbox is not None)
-
-
-def _template(context: RenderContext, spec: Environment) -> Object:
+def _template(context: RenderContext, environment: str, sandbox: Sandbox) -> Object:
     """The pod of the largest sandbox that an environment allows."""
-    assert spec.sandbox is not None
-    limits = {name: number_of(amount) for name, amount in spec.sandbox.resources.limits.items()}
+    limits = {name: number_of(amount) for name, amount in sandbox.resources.limits.items()}
     largest = SandboxRequest(
-        environment=spec.name,
+        environment=environment,
         worker="worker",
         image=_IMAGE,
         command=["server"],

@@ -5,8 +5,7 @@ from __future__ import annotations
 from kuberoll_api.ahead import usual_ahead
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.render.context import RenderContext
-from kuberoll_operator.render.sandbox_pods import sandbox_pods
-from kuberoll_operator.render.sandboxes import sandboxed
+from kuberoll_operator.render.sandbox_pods import sandbox_pods, sandboxed
 from kuberoll_operator.render.workload import PodSet
 
 

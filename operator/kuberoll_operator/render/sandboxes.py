@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_api.model.sandboxes import Sandbox
 from kuberoll_api.sandbox_images import unpullable
 from kuberoll_api.sandboxes import (
     BROKER_VARIABLE,
@@ -22,15 +20,8 @@ from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import digest
-from kuberoll_operator.render.sandbox_pods import sandbox_pods
+from kuberoll_operator.render.sandbox_pods import sandbox_pods, sandboxed
 from kuberoll_operator.settings import Settings
-
-
-def sandboxed(job: RolloutJob) -> Iterator[tuple[int, Sandbox]]:
-    """What is said of the sandboxes of each environment that has some, with its number."""
-    for number, spec in enumerate(job.spec.environments):
-        if spec.sandbox is not None:
-            yield number, spec.sandbox
 
 
 def any_network(job: RolloutJob) -> bool:

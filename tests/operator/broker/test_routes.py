@@ -146,6 +146,15 @@ async def test_what_is_no_request_is_a_mistake(body: bytes) -> None:
         assert not place.broker.asked
 
 
+@pytest.mark.parametrize("wait", ["soon", "nan", "inf", "1e999", "%00", "1;2"])
+async def test_what_is_no_time_to_wait_is_a_mistake(wait: str) -> None:
+    async with running() as place:
+        status, answer = await place.ask("PUT", f"/v1/jobs/rollouts/tasks/sandboxes/sb-1?wait={wait}", BODY)
+        assert status == 400
+        assert answer["error"]
+        assert not place.broker.asked
+
+
 @pytest.mark.parametrize(
     "body", [b"{", b'{"names": ["A"]}', b'{"names": ["a", "../b"]}', b'{"names": {}}', b'{"names": [null]}']
 )
