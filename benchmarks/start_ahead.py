@@ -38,7 +38,7 @@ from kuberoll_workers.rollouts.scheduling import run_groups
 from kuberoll_workers.sandboxes.drivers import VARIABLE
 from kuberoll_workers.sandboxes.meters import UNUSED, USED
 from kuberoll_workers.telemetry import definitions as metrics
-from tests.harbor.artificial import ENTRYPOINT, ArtificialPolicy, groups_of
+from tests.harbor.artificial import ENTRYPOINT, TOML, ArtificialPolicy, groups_of
 from tests.harbor.writing import write_task
 from tests.rollouts.fakes import rollout_of
 from tests.sandboxes.layouts import busybox_layout
@@ -47,16 +47,7 @@ CONCURRENCY = 8
 GROUPS, SIZE = 4, 8
 SETUP_SECONDS = 0.5
 MEDIAN_SECONDS, SIGMA = 1.5, 0.7
-TOML = """\
-schema_version = "1.4"
-
-[task]
-name = "kuberoll/wait"
-
-[environment]
-docker_image = "{image}"
-network_mode = "no-network"
-
+HEALTHCHECK = """
 [environment.healthcheck]
 command = "sleep {seconds}"
 """
@@ -142,7 +133,9 @@ async def measured(directory: Path, numbers: list[int], rounds: int) -> dict[str
     """Runs by what they are called."""
     write_task(
         directory / "task",
-        changed={"task.toml": TOML.format(image=busybox_layout(directory / "image"), seconds=SETUP_SECONDS)},
+        changed={
+            "task.toml": (TOML + HEALTHCHECK).format(image=busybox_layout(directory / "image"), seconds=SETUP_SECONDS)
+        },
     )
     row = row_of(read_task(directory / "task"), str(directory / "task"))
     chance = random.Random(7)

@@ -20,6 +20,15 @@ from kuberoll_workers.policy.agent_sessions import (
 )
 from tests.rollouts.fakes import CharacterTokenizer, ScriptedPolicy
 
+TOML = """
+schema_version = "1.4"
+[task]
+name = "kuberoll/wait"
+[environment]
+docker_image = "{image}"
+network_mode = "no-network"
+"""
+"""A task of one machine without a network, in an image."""
 ENTRYPOINT = f"{__name__}:wait"
 
 

@@ -31,19 +31,10 @@ from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
 from kuberoll_workers.sandboxes.meters import FAILED, REMOVED, STARTED, UNUSED, USED
 from kuberoll_workers.sandboxes.starts import Reservation, Starts
 from kuberoll_workers.telemetry import definitions as metrics
-from tests.harbor.artificial import ENTRYPOINT, ArtificialPolicy, groups_of
+from tests.harbor.artificial import ENTRYPOINT, TOML, ArtificialPolicy, groups_of
 from tests.harbor.writing import write_task
 from tests.rollouts.fakes import rollout_of
 from tests.sandboxes.conftest import busybox, cache, sandboxes  # noqa: F401 - fixtures
-
-TOML = """
-schema_version = "1.4"
-[task]
-name = "kuberoll/wait"
-[environment]
-docker_image = "{image}"
-network_mode = "no-network"
-"""
 
 
 class Sham:

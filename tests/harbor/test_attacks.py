@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kuberoll_workers.harbor.attacks import ATTACKS, Attack, paths_of, script_of
-from kuberoll_workers.harbor.trials import NOTHING, SOLUTION, TRIALS, Outcome, verdict_of
+from kuberoll_workers.harbor.trials import NOTHING, SOLUTION, TRIALS, Outcome
+from tests.harbor.attack_verdicts import verdict_of
 
 SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
 

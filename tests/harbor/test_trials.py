@@ -12,9 +12,10 @@ from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
 from kuberoll_workers.harbor.attacks import Attack
 from kuberoll_workers.harbor.playing import Player
 from kuberoll_workers.harbor.task import read_task
-from kuberoll_workers.harbor.trials import NOTHING, SOLUTION, TRIALS, Outcome, Trial, play_trial, verdict_of
+from kuberoll_workers.harbor.trials import NOTHING, SOLUTION, TRIALS, Outcome, Trial, play_trial
 from kuberoll_workers.sandboxes.driver import SandboxSpec
 from kuberoll_workers.sandboxes.leases import Sandboxes
+from tests.harbor.attack_verdicts import verdict_of
 from tests.harbor.writing import write_task
 from tests.sandboxes.conftest import busybox, cache, sandboxes  # noqa: F401 - fixtures
 

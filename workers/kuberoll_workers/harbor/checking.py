@@ -11,15 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
-from kuberoll_workers.environments.agents.episode import AgentEpisode
-from kuberoll_workers.environments.interface import UnusableRow
-from kuberoll_workers.environments.outcome import EnvironmentFault
-from kuberoll_workers.harbor.agents import Agent, NoAgent, OracleAgent
 from kuberoll_workers.harbor.playing import Player
-from kuberoll_workers.harbor.rewards import worth
-from kuberoll_workers.harbor.rows import FIELD, row_of
 from kuberoll_workers.harbor.task import Task
-from kuberoll_workers.sandboxes.errors import SandboxError
+from kuberoll_workers.harbor.trials import NOTHING, SOLUTION, Trial, play_trial
 from kuberoll_workers.sandboxes.leases import Sandboxes
 
 _log = logging.getLogger(__name__)
@@ -92,40 +86,20 @@ async def check_tasks(
 
     async def check(task: Task) -> None:
         async with places:
-            oracle = OracleAgent()
-            solution = dataclasses.replace(await _played(player, task, oracle), remark=oracle.failure)
-            nothing = await _played(player, task, NoAgent())
+            solution = await _played(player, task, SOLUTION)
+            nothing = await _played(player, task, NOTHING)
         done(Checked(task=task.name, solution=solution, nothing=nothing))
 
     await asyncio.gather(*map(check, tasks))
 
 
-async def _played(player: Player, task: Task, agent: Agent) -> Played:
-    row = row_of(task, str(task.directory))
+async def _played(player: Player, task: Task, trial: Trial) -> Played:
     began = time.monotonic()
     try:
-        result = await player.play(row["metadata"][FIELD], task.directory, agent, _episode(row))
-        played = Played(reward=sum(worth(result.rewards).values()))
-    except (EnvironmentFault, SandboxError, UnusableRow, OSError) as error:
-        played = Played(problem=str(error) or type(error).__name__)
+        outcome = await play_trial(player, task, trial)
+        played = Played(reward=outcome.reward, problem=outcome.failure or outcome.problem, remark=outcome.remark)
     except Exception as error:
         # A fault of ours with one task is no reason to know nothing of the others.
         _log.exception("the task %s cannot be played", task.name)
         played = Played(problem=f"KubeRoll has failed, not the task: {type(error).__name__}: {error}")
     return dataclasses.replace(played, seconds=time.monotonic() - began)
-
-
-def _episode(row: dict[str, object]) -> AgentEpisode:
-    """An episode without a policy."""
-    return AgentEpisode(
-        id="check",
-        messages=row["messages"],  # type: ignore[arg-type]
-        metadata={},
-        tools=None,
-        config={},
-        seed=None,
-        base_url="",
-        anthropic_base_url="",
-        token="",
-        model="",
-    )

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from kuberoll_api.model.sandboxes import SandboxNetwork
 from kuberoll_workers.environments.agents.commands import AgentFailed
@@ -26,7 +26,6 @@ from kuberoll_workers.sandboxes.errors import CommandNotStarted, SandboxError
 _ATTACK_SECONDS: Final = 60.0
 _MOST_LEFT: Final = 50
 _SAID: Final = 2000
-_EPSILON: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,7 @@ class Outcome:
         changed: What the agent has changed of what the tests read (`sandboxes.guest.changes`).
         failure: Why there is no reward, through the task or what was done in it: tests that write none or are not done
             in time, a solution that fails.
+        remark: How a solution has ended that failed, and is scored as it is.
         problem: Why there is none through neither: a lost machine, an image that is not there, a row that the job
             does not allow.
     """
@@ -81,34 +81,8 @@ class Outcome:
     output: str = ""
     changed: tuple[str, ...] = ()
     failure: str | None = None
+    remark: str | None = None
     problem: str | None = None
-
-
-Verdict = Literal["withstood", "gained", "full", "not carried out", "no reward", "unknown"]
-
-
-def verdict_of(attack: Outcome, *, solution: Outcome | None, nothing: Outcome) -> Verdict:
-    """What an attack shows of a task's tests.
-
-    Args:
-        solution: Of the reference solution; None: there is none, and any gain is `full`.
-
-    Returns:
-        `withstood`: worth no more than nothing; `gained`: more, and less than the solution; `full`: at least as much;
-        `no reward`: it made the tests fail, so that a trajectory is lost which would have been worth nothing;
-        `unknown`: something else failed.
-    """
-    if attack.problem is not None or nothing.reward is None:
-        return "unknown"
-    if not attack.carried_out:
-        return "not carried out"
-    if attack.reward is None:
-        return "no reward"
-    if attack.reward <= nothing.reward + _EPSILON:
-        return "withstood"
-    if solution is not None and solution.reward is not None and attack.reward < solution.reward - _EPSILON:
-        return "gained"
-    return "full"
 
 
 class AttackAgent:
@@ -163,7 +137,8 @@ async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool 
         reached = SandboxNetwork(mode="All" if network else "None")
         player = dataclasses.replace(player, options=player.options.model_copy(update={"network": reached}))
     attacker = None if trial.attack is None else AttackAgent(trial.attack)
-    agent = _Timed(attacker or (OracleAgent() if trial.name == SOLUTION.name else NoAgent()))
+    oracle = OracleAgent()
+    agent = _Timed(attacker or (oracle if trial.name == SOLUTION.name else NoAgent()))
     outcome = Outcome(trial=trial.name)
     began = time.monotonic()
     try:
@@ -187,6 +162,7 @@ async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool 
     return dataclasses.replace(
         outcome,
         agent_seconds=agent.seconds,
+        remark=oracle.failure,
         left=left[:_MOST_LEFT],
         carried_out=attacker is None or bool(left),
     )
