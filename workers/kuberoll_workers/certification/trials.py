@@ -46,7 +46,6 @@ class Outcome:
         trouble: Why there was none, by nobody's doing: a machine could not be had. Without either, the answer could
             not be given at all.
         seconds: Time that the grader took.
-        memory: Its peak memory, in bytes; None: unknown.
         detail: What it said last.
     """
 
@@ -54,7 +53,6 @@ class Outcome:
     problem: str | None = None
     trouble: str | None = None
     seconds: float = 0.0
-    memory: int | None = None
     detail: str = ""
 
 

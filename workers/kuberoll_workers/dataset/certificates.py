@@ -64,7 +64,6 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         problems: Why there was none, each once.
         network: Whether there was a network; None: as the grader always has it.
         seconds: Longest time of a repetition, in seconds.
-        memory: Peak memory of the grader, in bytes; None: unknown.
         detail: What the grader said last, shortened.
     """
 
@@ -74,7 +73,6 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     problems: list[str] = []
     network: bool | None = None
     seconds: float = 0.0
-    memory: int | None = None
     detail: str = ""
 
 

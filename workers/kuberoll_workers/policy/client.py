@@ -34,8 +34,8 @@ _HEALTH_SECONDS = 10.0
 _MESSAGE_CHARACTERS = 2000
 
 
-class Overloaded(PolicyUnavailable):
-    """The endpoint is overloaded: it works, and generated nothing for this request.
+class Busy(PolicyUnavailable):
+    """The endpoint works, and has no place for this request now.
 
     Attributes:
         retry_after: Seconds after which to retry; None if the response does not say.
@@ -48,18 +48,12 @@ class Overloaded(PolicyUnavailable):
         self.retry_after = retry_after
 
 
-class SessionsFull(PolicyUnavailable):
-    """The replica has no place for one more session; it works, and takes other requests.
+class Overloaded(Busy):
+    """The endpoint is overloaded: it works, and generated nothing for this request."""
 
-    Attributes:
-        retry_after: Seconds after which to retry; None if the response does not say.
-    """
 
-    reason = "PolicyOverloaded"
-
-    def __init__(self, message: str, *, retry_after: float | None = None, evidence: Evidence = NO_EVIDENCE) -> None:
-        super().__init__(message, evidence=evidence)
-        self.retry_after = retry_after
+class SessionsFull(Busy):
+    """The replica has no place for one more session; it works, and takes other requests."""
 
 
 class Unreachable(PolicyUnavailable):

@@ -57,11 +57,8 @@ def solutions_of(state: Mapping[str, Any]) -> list[str]:
 
 def _joined(code: str, prompt: Any) -> str:
     """A solution that is only the body of a function, as HumanEval has them, after the beginning in its prompt."""
-    if isinstance(prompt, str) and not _is_python(code) and _is_python(prompt + code):
-        return prompt + code
-    if code[:1].isspace() and isinstance(prompt, str) and _is_python(prompt + code):
-        return prompt + code
-    return code
+    is_body = code[:1].isspace() or not _is_python(code)
+    return prompt + code if is_body and isinstance(prompt, str) and _is_python(prompt + code) else code
 
 
 def _is_python(text: str) -> bool:
@@ -105,9 +102,8 @@ def attacks_on(tests: Tests, setup: str) -> dict[str, list[str]]:
 
 _EMPTY: Final = """def empty(args):
     for one in args:
-        for method in ("clear",):
-            if hasattr(one, method):
-                getattr(one, method)()
+        if hasattr(one, "clear"):
+            one.clear()
     return args[0] if args else None
 """
 
