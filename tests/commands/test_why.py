@@ -30,7 +30,7 @@ def incidents() -> list[Incident]:
         Cause("PolicyLost"), "the replica is silent", stage="generation", sequel="sent again", turn=2,
         at=1_790_000_100.0, seconds=4.5, tokens=120,
     )  # fmt: skip
-    return log.listed() or []
+    return log.all
 
 
 @pytest.fixture

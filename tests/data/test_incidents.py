@@ -37,7 +37,7 @@ def test_costs_are_kept_however_many_there_are(notes: list[Any]) -> None:
     log = IncidentLog(noted=counted.append)
     for number, note in enumerate(notes):
         noted(log, note, float(number))
-    listed = log.listed() or []
+    listed = log.all
     assert len(listed) <= MAX_INCIDENTS
     assert sum(one.count for one in listed) == len(notes) == len(counted)
     assert sum(one.tokens for one in listed) == sum(note[3] for note in notes)
@@ -54,11 +54,11 @@ def test_what_is_journaled_with_turns_is_all(notes: list[Any]) -> None:
         if note[4]:
             journaled.append(log.to_journal())
     journaled.append(log.to_journal())
-    assert (united(journaled) or None) == log.listed()
+    assert united(journaled) == log.all
     # A resumed trajectory goes on with them.
-    assert IncidentLog(united(journaled)).listed() == log.listed()
+    assert IncidentLog(united(journaled)).all == log.all
     log.forget_journal()
-    assert log.to_journal() == log.listed()
+    assert (log.to_journal() or []) == log.all
 
 
 def test_reasons_are_of_the_five_kinds_and_their_words_are_parts_of_sentences() -> None:

@@ -56,9 +56,14 @@ class Incident:
 
 
 class IncidentLog:
-    """The incidents of one trajectory, in order; similar ones in a row are one."""
+    """The incidents of one trajectory, in order; similar ones in a row are one.
 
-    __slots__ = ("_incidents", "_journaled", "_noted")
+    Attributes:
+        all: The incidents so far, to be copied by whoever keeps them.
+        is_new: Some have not been journaled, or have grown since.
+    """
+
+    __slots__ = ("_journaled", "_noted", "all", "is_new")
 
     def __init__(self, earlier: Iterable[Incident] = (), *, noted: Callable[[Incident], None] | None = None) -> None:
         """
@@ -66,9 +71,10 @@ class IncidentLog:
             earlier: Incidents before the trajectory was interrupted.
             noted: Called with each new incident.
         """
-        self._incidents = [*earlier]
-        self._journaled = len(self._incidents)
+        self.all = [*earlier]
+        self._journaled = len(self.all)
         self._noted = noted
+        self.is_new = False
 
     def note(
         self,
@@ -97,34 +103,31 @@ class IncidentLog:
         )
         if self._noted is not None:
             self._noted(new)
-        last = self._incidents[-1] if self._incidents else None
-        if last is not None and (last.is_like(new) or len(self._incidents) >= MAX_INCIDENTS):
+        self.is_new = True
+        last = self.all[-1] if self.all else None
+        if last is not None and (last.is_like(new) or len(self.all) >= MAX_INCIDENTS):
             # A new object: the old one may have been handed out.
-            self._incidents[-1] = replace(
+            self.all[-1] = replace(
                 last,
                 seconds=round(last.seconds + new.seconds, 3),
                 tokens=last.tokens + new.tokens,
                 count=last.count + 1,
             )
-            self._journaled = min(self._journaled, len(self._incidents) - 1)
+            self._journaled = min(self._journaled, len(self.all) - 1)
         else:
-            self._incidents.append(new)
-
-    def listed(self) -> list[Incident] | None:
-        """All of them; None: there are none."""
-        return list(self._incidents) or None
+            self.all.append(new)
 
     def to_journal(self) -> list[Incident] | None:
         """Those that have not been journaled, or have grown since; they count as journaled then."""
-        if not self._incidents:
-            return None
-        new = self._incidents[self._journaled :]
-        self._journaled = len(self._incidents)
+        new = self.all[self._journaled :]
+        self._journaled = len(self.all)
+        self.is_new = False
         return new or None
 
     def forget_journal(self) -> None:
         """Have all of them journaled again: what was journaled does not count any more."""
         self._journaled = 0
+        self.is_new = bool(self.all)
 
 
 def united(journaled: Iterable[Iterable[Incident] | None]) -> list[Incident]:

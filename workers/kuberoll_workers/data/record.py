@@ -297,6 +297,7 @@ def _arrays(value: object) -> object:
 
 
 _INCIDENTS = b',"incidents":'
+_NO_INCIDENTS = b',"incidents":null}\n'
 _SAMPLING = b',"sampling":'
 _NO_SAMPLING = b',"sampling":null}\n'
 _NO_ORDER = b',"group_order":null}\n'
@@ -319,10 +320,12 @@ def encode_line(record: AnyRecord) -> bytes:
         raise Unstorable(f"trajectory {tuple(record.key)}: {error}") from error
     if not isinstance(record, TrajectoryRecord | TurnRecord):
         return _usual_omitted(record, line)
+    if record.incidents is None:
+        line = line.removesuffix(_NO_INCIDENTS) + b"}\n"
+        return _without_defaults(record, line) if isinstance(record, TurnRecord) else _usual_omitted(record, line)
     # The last field; its values have fixed names, and quotes in texts have backslashes.
     line, _, incidents = line.rpartition(_INCIDENTS)
-    line = _usual_omitted(record, line + b"}\n")
-    return line if record.incidents is None else line.removesuffix(b"}\n") + _INCIDENTS + incidents
+    return _usual_omitted(record, line + b"}\n").removesuffix(b"}\n") + _INCIDENTS + incidents
 
 
 def _usual_omitted(record: AnyRecord, line: bytes) -> bytes:

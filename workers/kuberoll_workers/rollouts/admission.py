@@ -52,6 +52,9 @@ class SampleAdmission:
         )
         self._pull = asyncio.Lock()
         self._ended = asyncio.Event()
+        # Whether something has changed since `upcoming` was asked, and whether anybody waits for that: mostly nobody
+        # does, and each trajectory would set the event.
+        self._is_changed = self._is_watched = False
         self._changed = asyncio.Event()
         # The source has no more groups, or has raised an error, which whoever needs the next group is to have.
         self._is_over = False
@@ -73,12 +76,14 @@ class SampleAdmission:
             room: Number of trajectories for which there must be room, one of which is started.
         """
         while not self._drain.is_set():
-            if (run := self._unstarted()) is None and self.exhausted:
+            if (run := self._unstarted()) is None and self._is_over and self.exhausted:
                 return None
             if run is not None and self._has_room(run, room):
                 flight = run.begin()
                 assert flight is not None
-                self._changed.set()
+                self._is_changed = True
+                if self._is_watched:
+                    self._changed.set()
                 return run, flight
             # One at a time waits; the others queue behind it.
             async with self._pull:
@@ -88,7 +93,7 @@ class SampleAdmission:
                         return None
                     await self._unless_drained(self._run_ahead.next_read().wait())
                 elif run is None and not self.exhausted:
-                    if self._quota.open:
+                    if self._quota.has_room(1):
                         if not await self._pull_group(wait=wait):
                             return None
                     elif not wait or not self.open_groups:
@@ -110,7 +115,9 @@ class SampleAdmission:
         if run.closed:
             self.open_groups.discard(run)
         self._ended.set()
-        self._changed.set()
+        self._is_changed = True
+        if self._is_watched:
+            self._changed.set()
 
     def upcoming(self, count: int) -> list[Sample]:
         """Samples that begin next, in this order, if there were places for them now.
@@ -121,6 +128,7 @@ class SampleAdmission:
             At most `count`, and none that may not begin: before its consumer allows it, before results are read, beyond
             the groups that are needed, or after a drain.
         """
+        self._is_changed = False
         self._changed.clear()
         if self._drain.is_set():
             return []
@@ -139,6 +147,9 @@ class SampleAdmission:
 
     async def change(self) -> None:
         """Wait until `upcoming` may have other samples than when it was last asked."""
+        if self._is_changed:
+            return
+        self._is_watched = True
         events = [self._changed, self._run_ahead.next_read()]
         if self._pace is not None:
             events.append(self._pace.next_change())

@@ -87,11 +87,6 @@ class GroupQuota:
         self._replaced = 0
         self._dropped = 0
 
-    @property
-    def open(self) -> bool:
-        """True if one more group may be started now."""
-        return self.has_room(1)
-
     def has_room(self, count: int) -> bool:
         """True if so many more groups may be started now."""
         return self._policy.wanted is None or self._begun + count <= self._policy.wanted + self._replaced

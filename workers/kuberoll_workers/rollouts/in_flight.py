@@ -198,7 +198,7 @@ class InFlight:
         """The complete turns so far, with all incidents; None if there are none."""
         found = self.trajectory.partial()
         if found is not None:
-            found.turns[0].incidents = self.incidents.listed()
+            found.turns[0].incidents = [*self.incidents.all] or None
         return found
 
     # A generator would take half a kilobyte more for each trajectory.
@@ -261,13 +261,13 @@ class InFlight:
             return self.dropped(self.drop_reason)
         else:
             record = self.trajectory.record()
-        record.incidents = self.incidents.listed()
+        record.incidents = [*self.incidents.all] or None
         return record
 
     def dropped(self, reason: DropReason) -> DroppedRecord:
         """The record of a trajectory that is not wanted, whether it has finished or not."""
         record = self.trajectory.dropped_record(reason)
-        record.incidents = self.incidents.listed()
+        record.incidents = [*self.incidents.all] or None
         return record
 
     def count_result(self, result: TrajectoryRecord | FailureRecord | DroppedRecord) -> None:

@@ -15,6 +15,9 @@ class Preparations:
 
     An episode is prepared only while its trajectory is among the next ones that may begin. As they begin in the same
     order as without preparations, these are those that do.
+
+    Attributes:
+        active: An environment prepares episodes; else nobody need tell what begins and ends.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Preparations:
         self._environments = environments
         self._episode = episode
         self._concurrency = concurrency
+        self.active = False
         # Of the environments that prepare episodes; empty until they are found.
         self._most: dict[str, int] = {}
         # Runners of the episodes that are prepared, by the episode's name: before their beginning, and after it.
@@ -50,7 +54,9 @@ class Preparations:
             if hooks is not None:
                 most = hooks.prepare_ahead
                 self._most[name] = usual_ahead(self._concurrency) if most is None else most
-        return max(self._most.values(), default=0)
+        reach = max(self._most.values(), default=0)
+        self.active = reach > 0
+        return reach
 
     @property
     def names(self) -> frozenset[str]:

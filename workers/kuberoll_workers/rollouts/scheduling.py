@@ -169,14 +169,16 @@ class _Run:
         while (admitted := await self._admission.next()) is not None:
             group, flight = admitted
             self._begun += 1
-            self._preparations.begin(flight.sample)
+            if self._preparations.active:
+                self._preparations.begin(flight.sample)
             try:
                 await self._rollout.play(flight)
             except asyncio.CancelledError:
                 self._report(flight)
                 raise
             finally:
-                self._preparations.end(flight.sample)
+                if self._preparations.active:
+                    self._preparations.end(flight.sample)
             await self._end(group, flight)
 
     async def lockstep(self) -> None:

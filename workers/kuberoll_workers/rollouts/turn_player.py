@@ -213,7 +213,8 @@ class TurnPlayer:
         if self._turn_sink is not None and (trajectory.stop_reason is None or flight.deferred):
             try:
                 record = trajectory.turn_record()
-                record.incidents = flight.incidents.to_journal()
+                if flight.incidents.is_new:
+                    record.incidents = flight.incidents.to_journal()
                 await self._turn_sink(record)
             except OSError as error:
                 cause = f"the turn could not be journaled: {error}"

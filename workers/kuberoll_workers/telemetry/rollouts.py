@@ -257,9 +257,9 @@ class EnvironmentMetrics:
             self.count(metrics.RETRIES, stage, amount=0)
             for kind in get_args(FailureKind):
                 self.count(metrics.FAILURES, kind, stage, amount=0)
-        for kind in get_args(FailureKind):
-            self.count(metrics.WASTED_SECONDS, kind, amount=0)
-            self.count(metrics.WASTED_TOKENS, kind, amount=0)
+        for wasted in (metrics.WASTED_SECONDS, metrics.WASTED_TOKENS):
+            for kind in get_args(FailureKind):
+                rollouts._counters[wasted.name].labels(*labels, kind)
 
     def count(self, metric: Counter, *labels: str, amount: float = 1) -> None:
         """Count what is rare, by a counter of `definitions` whose labels are the job, the environment, and these.
