@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterable, Iterator
+from collections.abc import AsyncIterable, Awaitable, Iterable
 from typing import TypeVar
 
 from kuberoll_workers.data.prompts import Sample, SampleGroup
@@ -47,9 +47,9 @@ class SampleAdmission:
         self._drain = drain
         self._run_ahead = run_ahead if run_ahead is not None else RunAhead()
         self._quota = GroupQuota(policy)
-        self._source: Iterator[SampleGroup] | AsyncIterator[SampleGroup] = (
-            aiter(groups) if isinstance(groups, AsyncIterable) else iter(groups)
-        )
+        # One of the two: a source that is waited for, or not.
+        self._stream = aiter(groups) if isinstance(groups, AsyncIterable) else None
+        self._iterator = iter(()) if isinstance(groups, AsyncIterable) else iter(groups)
         self._pull = asyncio.Lock()
         self._ended = asyncio.Event()
         # Whether something has changed since `upcoming` was asked, and whether anybody waits for that: mostly nobody
@@ -184,9 +184,8 @@ class SampleAdmission:
             self._taken.clear()
             return True
         if not self._taken:
-            if isinstance(self._source, AsyncIterator):
-                source = self._source
-                self._keep(await self._unless_drained(anext(source, None)))
+            if self._stream is not None:
+                self._keep(await self._unless_drained(anext(self._stream, None)))
             elif not self._take() and self._error is not None:
                 raise self._error
         group = self._taken[0] if self._taken else None
@@ -205,10 +204,10 @@ class SampleAdmission:
 
     def _take(self) -> bool:
         """Take a group from a source that need not be waited for; False if there is none."""
-        if self._is_over or isinstance(self._source, AsyncIterator):
+        if self._is_over or self._stream is not None:
             return False
         try:
-            return self._keep(next(self._source, None))
+            return self._keep(next(self._iterator, None))
         except Exception as error:
             self._is_over, self._error = True, error
             return False
