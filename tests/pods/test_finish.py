@@ -91,7 +91,7 @@ async def test_a_directory(tmp_path: Path) -> None:
             }
         },
         "environments_left_out": 0,
-        "failure": "1 of them: gone",
+        "failure": "1 of them: gone (infrastructure)",
         "cause": "",
     }
     assert 0 < message["environments"]["env"]["pass_at_1"] < 100
@@ -105,6 +105,7 @@ async def test_the_most_frequent_cause_names_the_line_of_code(tmp_path: Path) ->
     output.mkdir()
     write_manifest(open_storage(str(output)), job(), planned=4)
     code = {
+        "kind": "environment",
         "stage": "environment",
         "frames": [Frame("/code/envs/guess.py", 18, "grade", "x" * 900)],
         "row": "a.jsonl:7",
@@ -114,7 +115,7 @@ async def test_the_most_frequent_cause_names_the_line_of_code(tmp_path: Path) ->
     write_atomically(output / "failures.jsonl", lines([failure(0, 1), *errors]))
     message = (await finished(tmp_path, config(str(output), job()))).message()
     assert message["failure"] == (
-        "2 of them: step raised KeyError: 'answer 0' (envs/guess.py:18 in grade; row a.jsonl:7)"
+        "2 of them: step raised KeyError: 'answer 0' (environment; envs/guess.py:18 in grade; row a.jsonl:7)"
     )
 
 
