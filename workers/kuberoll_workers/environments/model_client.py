@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import msgspec
 
+from kuberoll_workers.data.causes import Evidence, ReasonName
 from kuberoll_workers.data.plain import printable
+from kuberoll_workers.environments.interface import Unavailable
 from kuberoll_workers.environments.served_models import ServedModel
 from kuberoll_workers.network.connections import tcp_connector
 
@@ -23,12 +25,23 @@ MAX_ANSWER = 16 << 20
 """Maximum size of an answer in bytes."""
 CONNECT_SECONDS = 10.0
 _SHOWN = 500
+_DENIALS = (401, 403)
 # Request timeouts, conflicts, too many requests, and what servers and gateways say when they are overloaded or restart.
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504, 529)
 
 
 class ServerFailed(Exception):
     """A served model could not be used; the message names its URL and the reason."""
+
+
+class ServerUnavailable(ServerFailed, Unavailable):
+    """It was out of reach, overloaded, or answered what is no answer: nothing that the request could help."""
+
+
+class ServerDenied(ServerFailed, Unavailable):
+    """It refused the credentials."""
+
+    reason: ClassVar[ReasonName] = "AccessRefused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +131,15 @@ class ModelClient:
                 try:
                     return msgspec.json.decode(answer)
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise ServerFailed(f"{url} did not answer with JSON: {_shown(answer)}") from error
+                    raise ServerUnavailable(f"{url} did not answer with JSON: {_shown(answer)}") from error
             reason = _shown(answer) if status is None else f"HTTP status {status}: {_shown(answer)}"
+            evidence = Evidence(http_status=status)
+            if status in _DENIALS:
+                raise ServerDenied(f"{url} refused the request with {reason}", evidence=evidence)
             if status is not None and status not in _TEMPORARY:
                 raise ServerFailed(f"{url} refused the request with {reason}")
             if attempt == self._limits.attempts:
-                raise ServerFailed(f"{url} failed {attempt} times; the last time: {reason}")
+                raise ServerUnavailable(f"{url} failed {attempt} times; the last time: {reason}", evidence=evidence)
             doubled = self._limits.backoff_seconds * 2.0 ** min(attempt - 1, 30)
             longest = min(self._limits.max_backoff_seconds, max(doubled, wait))
             await asyncio.sleep(max(min(wait, longest), longest * self._draw.uniform(0.5, 1.0)))

@@ -15,7 +15,7 @@ from kuberoll_workers.environments.builtin.servers import Server, ServerConfig, 
 from kuberoll_workers.environments.builtin.special_tokens import harmless
 from kuberoll_workers.environments.builtin.turn import Turn, batch_of, mean
 from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
-from kuberoll_workers.environments.model_client import ModelClient, ServerFailed
+from kuberoll_workers.environments.model_client import ModelClient, ServerFailed, ServerUnavailable
 
 # Roles that the chat templates of reward models know.
 _ROLES: Final = ("system", "user", "assistant", "tool")
@@ -100,7 +100,9 @@ class RewardModelEnvironment(EnvironmentInterface):
             (item,) = answer["data"]
             scores = [float(score) for score in item["probs"]]
         except (KeyError, OverflowError, TypeError, ValueError) as error:
-            raise ServerFailed(f"{config.place} did not answer with scores of one text: {str(answer)[:500]}") from error
+            raise ServerUnavailable(
+                f"{config.place} did not answer with scores of one text: {str(answer)[:500]}"
+            ) from error
         if config.label >= len(scores):
             raise ServerFailed(f"config.label is {config.label}; the model has {len(scores)} classes, numbered from 0")
         score = scores[config.label]

@@ -14,7 +14,7 @@ from kuberoll_workers.environments.builtin.judge.texts import question_of, refer
 from kuberoll_workers.environments.builtin.judge.verdicts import JsonLabels, Labels, VerdictForm
 from kuberoll_workers.environments.builtin.servers import Server, ServerConfig
 from kuberoll_workers.environments.interface import ChatMessage
-from kuberoll_workers.environments.model_client import ModelClient, ServerFailed
+from kuberoll_workers.environments.model_client import ModelClient, ServerUnavailable
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=65536)]
 Label = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -123,9 +123,9 @@ class Judge:
             choice = answer["choices"][0]
             text, cut = choice["message"].get("content") or "", choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ServerFailed(f"the judge's answer is not a chat completion: {str(answer)[:500]}") from error
+            raise ServerUnavailable(f"the judge's answer is not a chat completion: {str(answer)[:500]}") from error
         if not isinstance(text, str):
-            raise ServerFailed(f"the judge's answer has no text: {str(answer)[:500]}")
+            raise ServerUnavailable(f"the judge's answer has no text: {str(answer)[:500]}")
         # A text that was cut has not come to its verdict, even if it names one on the way.
         verdict = None if cut else form.read(text)
         return {
