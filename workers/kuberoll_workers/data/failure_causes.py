@@ -25,7 +25,7 @@ class FailureCause:
     """Failures of one cause.
 
     Attributes:
-        first: The first of them, without its messages.
+        first: The first of them, without its messages and turns.
         same_text: True if all have the same text.
     """
 
@@ -72,7 +72,7 @@ class FailureCauses:
             if len(self._causes) >= MAX_CAUSES:
                 self.others += 1
                 return False
-            self._causes[key] = FailureCause(replace(failure, messages=[]), 1)
+            self._causes[key] = FailureCause(replace(failure, messages=[], turns=None), 1)
             return True
         known.count += 1
         known.same_text = known.same_text and known.first.cause == failure.cause

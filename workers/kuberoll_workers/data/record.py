@@ -135,6 +135,8 @@ class FailureRecord:
         evidence: What shows it, as `Evidence.as_json`; None: nothing more than the cause.
         seconds, tokens: What was thrown away with it: time since it began here, and generated tokens; None: unknown.
         incidents: What went wrong before; None: nothing.
+        turns: Of an unscored trajectory, whose newest response or whose group could not be scored, all that a later
+            attempt needs to be scored without generating again; see `output.unscored`. None: it is not one.
     """
 
     task_index: int
@@ -159,11 +161,17 @@ class FailureRecord:
     seconds: float | None = None
     tokens: int | None = None
     incidents: list[Incident] | None = None
+    turns: list[TurnRecord] | None = None
     group_order: int | None = None
 
     @property
     def key(self) -> TrajectoryKey:
         return TrajectoryKey(self.task_index, self.rollout_index)
+
+    @property
+    def unscored(self) -> bool:
+        """True if it only lacks a score."""
+        return self.turns is not None
 
 
 @dataclass(slots=True)
@@ -203,10 +211,11 @@ class DroppedRecord:
 
 @dataclass(slots=True)
 class TurnRecord:
-    """One complete turn; together with all earlier ones, it suffices to continue after it.
+    """One turn; together with all earlier ones, it suffices to continue after it.
 
     Attributes:
-        messages: The response and the observation, which may have several messages.
+        messages: The response and the observation, which may have several messages. The response alone: the turn is not
+            complete, its response waits for the environment, and what follows from its step has no meaning.
         metadata: The episode's state after the turn.
         stop_strings: Stop strings of the next generation.
         stop_reason: How the trajectory ended with this turn; None if it continues.
@@ -245,10 +254,15 @@ class TurnRecord:
     def key(self) -> TrajectoryKey:
         return TrajectoryKey(self.task_index, self.rollout_index)
 
+    @property
+    def is_complete(self) -> bool:
+        """False if its response waits for the environment."""
+        return len(self.messages) > 1
+
 
 @dataclass(slots=True)
 class Partial:
-    """The complete turns of an interrupted trajectory, in order; immutable."""
+    """The turns of an interrupted or unscored trajectory, in order; immutable."""
 
     turns: list[TurnRecord]
 
@@ -258,6 +272,15 @@ class Partial:
 
 
 AnyRecord = TrajectoryRecord | FailureRecord | DroppedRecord | TurnRecord
+
+
+def set_turns_to_score(failure: FailureRecord, turns: Sequence[TurnRecord]) -> None:
+    """Mark a failure as an unscored trajectory.
+
+    Args:
+        turns: All of its turns. Their messages, and the state after them, are not stored twice.
+    """
+    failure.turns = [replace(turn, messages=[], metadata=None, incidents=None) for turn in turns]
 
 
 class RecordError(ValueError):
@@ -384,6 +407,8 @@ def _checked(record: AnyRecord) -> AnyRecord:
     if idx is not record.idx:
         record = replace(record, idx=idx)
     if isinstance(record, FailureRecord):
+        for turn in record.turns or ():
+            _checked(turn)
         return record
     _finite("total_reward", (record.total_reward,))
     _finite("group_reward", () if record.group_reward is None else (record.group_reward,))

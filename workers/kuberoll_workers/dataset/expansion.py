@@ -114,6 +114,8 @@ def sample_groups(
     seed: int | None,
     episode_seed: int = 0,
     ordered: bool = False,
+    unscored_only: bool = False,
+    whole: bool = False,
 ) -> Iterator[SampleGroup]:
     """Groups of some shards that still have to be run, tokenized on demand.
 
@@ -122,6 +124,8 @@ def sample_groups(
         seed: The job's base seed, for rows without one; None for random sampling.
         episode_seed: The base seed of episodes, which do not depend on how the policy is sampled.
         ordered: Number the groups of each shard, those that are done, too.
+        unscored_only: Only the samples that lack nothing but a score.
+        whole: A group waits for all of its samples: leave out one that these would not complete.
     """
     numbers = {shard: itertools.count() for shard in shards}
     for group in groups:
@@ -133,6 +137,12 @@ def sample_groups(
         stored = len(finished)
         if stored >= group.keep or any(key in done.filtered for key in keys):
             continue
+        keep, missing = group.keep - stored, [key for key in keys if key not in done.stored]
+        if unscored_only:
+            missing = [key for key in missing if key in done.unscored]
+            if not missing or (whole and len(missing) < keep):
+                continue
+            keep = min(keep, len(missing))
         # One for all that are left of the group: to a reader its latest attempt is the one that is going on.
         attempt = max(done.attempts.get(key, 0) for key in keys)
         prompt = tokenize(group, tokenizer, seed=task_seed(episode_seed, group.task_index))
@@ -146,12 +156,11 @@ def sample_groups(
                 partial=done.take_partial(key),
                 group_order=order,
             )
-            for key in keys
-            if key not in done.stored
+            for key in missing
         )
         yield SampleGroup(
             samples=samples,
-            keep=group.keep - stored,
+            keep=keep,
             decided=stored > 0,
             stored=functools.partial(done.stored_records, finished) if finished else None,
             order=order,

@@ -22,6 +22,7 @@ from kuberoll_workers.output.key_set import KeySet
 from kuberoll_workers.output.storage import Storage
 from kuberoll_workers.output.trajectories import Trajectories
 from kuberoll_workers.output.turn_log import TurnLog
+from kuberoll_workers.output.unscored import UnscoredTrajectories
 
 _ELSEWHERE = "the line belongs to another run; move the file away and resume, or choose another --output"
 
@@ -29,9 +30,9 @@ _ELSEWHERE = "the line belongs to another run; move the file away and resume, or
 def resumes_from_turns(failure: FailureRecord) -> bool:
     """True if a retry of a failed trajectory continues after its last complete turn (`Reason.keeps_turns`).
 
-    If another sample of its group failed, its turns are valid.
+    If another sample of its group failed, its turns are valid, as are those of an unscored one.
     """
-    if failure.stage == "group":
+    if failure.stage == "group" or failure.unscored:
         return True
     known = None if failure.reason is None else REASONS.get(failure.reason)
     return failure.kind == "infrastructure" if known is None else known.keeps_turns
@@ -45,6 +46,7 @@ class RunState:
         stored: Keys of finished trajectories.
         filtered: Keys of trajectories whose groups were filtered out, or given up as too old.
         attempts: Number of the next attempt, for trajectories that failed.
+        unscored: Trajectories that only lack a score.
         groups_kept, groups_filtered: Number of whole groups among `stored`, and of those that were filtered out.
     """
 
@@ -55,6 +57,7 @@ class RunState:
     groups_filtered: int = 0
     _logs: Mapping[int, TurnLog] = field(default_factory=dict)
     _shard_count: int = 1
+    unscored: UnscoredTrajectories = field(default_factory=UnscoredTrajectories)
     _records: GroupRecords | None = None
 
     def stored_records(self, keys: Sequence[TrajectoryKey]) -> list[TrajectoryRecord]:
@@ -64,7 +67,12 @@ class RunState:
     def take_partial(self, key: TrajectoryKey) -> Partial | None:
         """The recorded turns of an unfinished trajectory, removed from the state; None if there are none."""
         log = self._logs.get(key.task_index % self._shard_count)
-        return log.partials.pop(key, None) if log is not None else None
+        logged = log.partials.pop(key, None) if log is not None else None
+        unscored = self.unscored.take(key)
+        if logged is None or unscored is None:
+            return logged or unscored
+        # An attempt after the one that left it unscored may have been interrupted.
+        return max(unscored, logged, key=lambda partial: partial.turns[-1].attempt)
 
 
 def read_state(
@@ -119,16 +127,22 @@ def read_state(
     state.groups_kept = sum(count >= repeats[name] for (*_, name), count in kept.items())
     state.groups_filtered = len(filtered)
     incomplete = {task for (task, _, name), count in kept.items() if count < repeats[name]}
-    useless: set[TrajectoryKey] = set()
+    # The attempt whose turns, and those before it, nothing goes on after.
+    void: dict[TrajectoryKey, int] = {}
     for failure in records.failures(storage):
         state.attempts[failure.key] = max(failure.attempt + 1, state.attempts.get(failure.key, 0))
         if not resumes_from_turns(failure):
-            useless.add(failure.key)
+            void[failure.key] = max(failure.attempt, void.get(failure.key, 0))
         if failure.key not in state.stored:
             incomplete.add(failure.task_index)
+            if failure.task_index % shard_count in mine and failure.key not in state.filtered:
+                state.unscored.add(failure)
+    for key, attempt in void.items():
+        if state.unscored.attempt(key) <= attempt:
+            state.unscored.discard(key)
     state._records = GroupRecords(storage, shard_count=shard_count, likely=incomplete)
     for log in logs.values():
-        log.ended(key for key in log.trajectories() if key in useless or key in state.stored or key in state.filtered)
+        log.ended(key for key in log.trajectories() if key in void or key in state.stored or key in state.filtered)
     return state
 
 

@@ -138,7 +138,9 @@ class ResultStore:
         self._pending -= size
         if written.cancelled() or written.exception() is not None:
             return
-        if self.logs and not (isinstance(result, FailureRecord) and resumes_from_turns(result)):
+        # An unscored trajectory's own line has its turns.
+        kept = isinstance(result, FailureRecord) and resumes_from_turns(result) and not result.unscored
+        if self.logs and not kept:
             self.logs[shard_of(result.task_index, self._shard_count)].ended((result.key,))
         self._stored(result)
 

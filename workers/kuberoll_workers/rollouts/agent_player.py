@@ -57,6 +57,8 @@ class AgentPlayer(ABC):
             TrajectoryFailed: After the last attempt.
         """
 
+        # What the agent knows is not in its turns.
+        flight.restorable = False
         seen = flight.trajectory
 
         def thrown_away() -> int:

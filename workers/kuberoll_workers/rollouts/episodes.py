@@ -92,11 +92,13 @@ class Episodes:
         if not hooks.episodic:
             return
         sample = flight.sample
-        if flight.trajectory.turn and (hooks.recovery == "restart" or (hooks.close and sample.is_retry)):
+        # A failed attempt closes its episode: then its state is gone, unless the turns that are stored make it again.
+        closes = hooks.close and hooks.recovery == "metadata"
+        flight.restorable = hooks.recovery != "restart" and not closes
+        if flight.trajectory.turn and (hooks.recovery == "restart" or (closes and sample.is_retry)):
             if not sample.is_retry:
                 text = "the state of its episode was in an instance that is gone"
                 flight.note_restart(Cause("Interrupted"), text, stage="environment")
-            # A failed attempt closed its episode.
             flight.trajectory = Trajectory(replace(sample, partial=None), self._settings)
         episode = self.episode(sample)
         flight.episode = episode.id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Literal
 
-from kuberoll_workers.data.causes import Cause, FailureKind, ReasonName
+from kuberoll_workers.data.causes import REASONS, Cause, FailureKind, ReasonName
 from kuberoll_workers.data.plain import message_of, printable
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.exception_causes import cause_of
@@ -72,6 +72,23 @@ def cause_of_error(error: BaseException) -> Cause:
 def is_retryable(error: Exception) -> bool:
     """True if a retry of the same operation may succeed."""
     return isinstance(error, PolicyUnavailable | EnvironmentFault) and not isinstance(error, RowFault)
+
+
+def leaves_unscored(failure: TrajectoryFailed, *, turns: int, awaits_step: bool) -> bool:
+    """True if all that a failed trajectory lacks is a score: a later attempt need not generate its turns again.
+
+    Its group could not be scored, or the environment could not take its newest response for a reason that lies in none
+    of its turns. Of the first response that holds for any fault of the environment, which has answered nothing before.
+
+    Args:
+        turns: Number of its responses.
+        awaits_step: The environment has not taken the newest one.
+    """
+    if failure.stage == "group":
+        return turns > 0 and not awaits_step
+    if not awaits_step:
+        return False
+    return REASONS[failure.cause.reason].keeps_turns or (turns == 1 and failure.kind == "environment")
 
 
 def backoff(tries: int, *, base: float, longest: float, draw: random.Random) -> float:

@@ -131,6 +131,7 @@ class GroupRun:
         # Finished trajectories whose results wait for the group.
         self._held: list[InFlight] = []
         self._failure: FailureRecord | None = None
+        self._unscored = 0
         self._stale = False
         # Samples of a stale group that will not be started.
         self._unstarted: list[Sample] = []
@@ -208,8 +209,9 @@ class GroupRun:
                 else:
                     self._due(flight, result, due)
         else:
-            if isinstance(result, FailureRecord) and self._failure is None:
-                self._failure = result
+            if isinstance(result, FailureRecord):
+                self._failure = self._failure or result
+                self._unscored += result.unscored
             self._due(flight, result, due)
         self._stop_unneeded(due)
         return due
@@ -235,6 +237,11 @@ class GroupRun:
     def _complete(self) -> bool:
         return len(self._finished) >= self.result.group.keep
 
+    @property
+    def _possible(self) -> int:
+        """Number of samples that may finish; an unscored one completes the group in a later attempt."""
+        return len(self._finished) + len(self._in_flight) + len(self._todo) + self._unscored
+
     def _stop_unneeded(self, due: list[DueResult]) -> None:
         if self._stale:
             while self._unstarted:
@@ -246,7 +253,7 @@ class GroupRun:
             self._todo.clear()
             for flight in tuple(self._in_flight):
                 flight.stop("oversampled")
-        elif self._policy.atomic and len(self._finished) + len(self._in_flight) + len(self._todo) < keep:
+        elif self._policy.atomic and self._possible < keep:
             for flight in tuple(self._in_flight):
                 flight.stop(self._shared_failure())
             while self._todo:

@@ -12,10 +12,16 @@ from typing import Any
 from kuberoll_workers.data.causes import Cause
 from kuberoll_workers.data.incidents import RESENT, IncidentLog, Sequel, united
 from kuberoll_workers.data.prompts import Sample
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Partial, TrajectoryRecord
+from kuberoll_workers.data.record import (
+    DroppedRecord,
+    FailureRecord,
+    Partial,
+    TrajectoryRecord,
+    set_turns_to_score,
+)
 from kuberoll_workers.data.stop_reasons import DropReason
 from kuberoll_workers.environments.executor import is_cancelled
-from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, failure_of
+from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, failure_of, leaves_unscored
 from kuberoll_workers.rollouts.metrics import EnvironmentMetrics
 from kuberoll_workers.rollouts.trajectory import PrefixBroken, Trajectory
 
@@ -30,6 +36,7 @@ class InFlight:
         lost: The episode's state is unknown.
         losses: Number of times that its episode was lost through no fault of its own.
         faults: Number of failed steps by turn, if a failed step makes it start over.
+        restorable: A later attempt can go on after its turns: its environment can restore the state of its episode.
         waiting_since: Start of its wait for the next generation or step, by the event loop's clock.
         waiting_seconds: Seconds that it waited before the generation of this turn.
         deferred: Its record waits for its group.
@@ -59,6 +66,7 @@ class InFlight:
         "losses",
         "lost",
         "metrics",
+        "restorable",
         "sample",
         "session",
         "started",
@@ -89,6 +97,7 @@ class InFlight:
         self.lost = False
         self.losses = 0
         self.faults: dict[int, int] = {}
+        self.restorable = True
         self.deferred = deferred
         self.metrics = metrics
         self._seconds = seconds
@@ -254,13 +263,23 @@ class InFlight:
     def result(self) -> TrajectoryRecord | FailureRecord | DroppedRecord:
         """The record of a trajectory that has ended."""
         record: TrajectoryRecord | FailureRecord
+        trajectory = self.trajectory
         if self.failure is not None:
-            record = self.trajectory.failure_record(self.failure)
+            record = trajectory.failure_record(self.failure)
             record.seconds = round(self._unaccounted(self._over), 3)
+            ended = trajectory.awaits_step or trajectory.stop_reason is not None
+            if (
+                self.restorable
+                and ended
+                and leaves_unscored(self.failure, turns=trajectory.turn, awaits_step=trajectory.awaits_step)
+            ):
+                set_turns_to_score(record, trajectory.turns_to_score())
+                # Nothing of it is thrown away.
+                record.seconds, record.tokens = 0.0, 0
         elif self.drop_reason is not None:
             return self.dropped(self.drop_reason)
         else:
-            record = self.trajectory.record()
+            record = trajectory.record()
         record.incidents = [*self.incidents.all] or None
         return record
 

@@ -171,6 +171,10 @@ class Trajectory:
             turn.generation_seconds,
             fields=response.fields if isinstance(response, ExtendedMessage) else {},
         )
+        if not turn.is_complete:
+            if turn.metadata is not None:
+                self.metadata = turn.metadata
+            return
         self.add_step(
             StepOutcome(
                 role=observation[-1].role,
@@ -196,6 +200,11 @@ class Trajectory:
     def complete_turns(self) -> int:
         """Number of complete turns."""
         return len(self.rewards)
+
+    @property
+    def awaits_step(self) -> bool:
+        """True if the environment has not taken the newest response yet."""
+        return self.turn > len(self.rewards)
 
     def episode_messages(self) -> list[dict[str, str]]:
         """Messages that the environment's `reset` added to the prompt."""
@@ -375,8 +384,16 @@ class Trajectory:
         turns = [self._turn_record(index, newest=index == complete - 1) for index in range(complete)]
         return Partial(turns) if turns else None
 
+    def turns_to_score(self) -> list[TurnRecord]:
+        """All turns, with that whose response waits for the environment."""
+        found = self.partial()
+        turns = [] if found is None else found.turns
+        return [*turns, self._turn_record(len(turns), newest=True)] if self.awaits_step else turns
+
     def _turn_record(self, index: int, *, newest: bool) -> TurnRecord:
-        messages = self.turn_messages(index)
+        """One turn; the one after the last complete one has its response only."""
+        complete = index < len(self.rewards)
+        messages = self.turn_messages(index) if complete else slice(-1, None)
         prompt = self.sample.prompt
         return TurnRecord(
             task_index=self.sample.prompt.task_index,
@@ -384,16 +401,16 @@ class Trajectory:
             attempt=self.sample.attempt,
             turn=index + 1,
             messages=self.messages[messages.start : messages.stop],
-            reward=self.rewards[index],
-            reward_parts={name: values[index] for name, values in self.reward_parts.items()},
+            reward=self.rewards[index] if complete else 0.0,
+            reward_parts={name: values[index] for name, values in self.reward_parts.items()} if complete else {},
             # Resuming needs both from the newest turn only: None keeps the old state and clears the stop strings.
             metadata=self.metadata if newest else None,
             stop_strings=list(self.stop_strings) if newest and self.stop_strings else None,
             answer=self.answer if newest else None,
             generation_seconds=self.generation_seconds[index],
-            environment_seconds=self.environment_seconds[index],
+            environment_seconds=self.environment_seconds[index] if complete else 0.0,
             stop_reason=self.stop_reason if newest else None,
-            ended_at=self.ended_at[index],
+            ended_at=self.ended_at[index] if complete else None,
             prompt=self.beginning() if index == 0 else None,
             prompt_messages=(self.episode_messages() or None) if index == 0 else None,
             token_source="reencoded" if self._reencoded[index] else "engine",

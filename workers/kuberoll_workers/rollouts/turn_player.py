@@ -69,7 +69,8 @@ class TurnPlayer:
     async def play(self, flight: InFlight, barrier: Barrier | None = None) -> None:
         await self._begin(flight)
         while not flight.is_over:
-            await self._generate(flight)
+            if not flight.trajectory.awaits_step:
+                await self._generate(flight)
             if barrier is not None:
                 await barrier()
             await self._step(flight)

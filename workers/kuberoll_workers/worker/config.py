@@ -108,6 +108,7 @@ class Progress:
     """Counts of one worker since it started; trajectories stored earlier are counted in `resumed` only.
 
     Attributes:
+        unscored: Failed trajectories that only lack a score.
         dropped: Dropped trajectories, `filtered` of them with their whole group: filtered out, or too old.
         generating, stepping: Trajectories that wait for generation, or for an environment, now.
         ended_turns, received_tokens: Turns and generated tokens, with those of unfinished trajectories.
@@ -119,6 +120,7 @@ class Progress:
     resumed: int = 0
     trajectories: int = 0
     failed: int = 0
+    unscored: int = 0
     dropped: int = 0
     filtered: int = 0
     turns: int = 0
@@ -153,6 +155,11 @@ class Progress:
                 setattr(total, item.name, all(values) if item.name in ("done", "complete") else sum(values))
         return total
 
+    def forget_unscored(self) -> None:
+        """Take the unscored trajectories from the counts: they are played again."""
+        self.failed -= self.unscored
+        self.unscored = 0
+
     def update(self, activity: Activity) -> None:
         """Take over the counts of the present work."""
         self.generating, self.stepping = activity.generating, activity.stepping
@@ -163,6 +170,7 @@ class Progress:
         """Count a stored trajectory."""
         if isinstance(result, FailureRecord):
             self.failed += 1
+            self.unscored += result.unscored
             return
         if isinstance(result, DroppedRecord):
             self.dropped += 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -51,6 +53,8 @@ from kuberoll_workers.worker.settings import (
     rollout_settings,
 )
 from kuberoll_workers.worker.shard_locks import hold_shards
+
+_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -120,6 +124,9 @@ async def run_worker(
         lock_report: As `waiting` of `shard_locks.hold_shards`.
         feed: Takes what is written to an object store, for consumers on the direct path.
 
+    What could not be scored is tried once more at the end, unless a trainer holds the run back: its groups do not wait
+    so long.
+
     Returns:
         True if the shards are done; False if drained first.
 
@@ -133,7 +140,52 @@ async def run_worker(
         tokenizer = await asyncio.to_thread(
             HuggingFaceTokenizer.load, config.tokenizer, revision=config.tokenizer_revision
         )
-    tokenizer = job_tokenizer(job, tokenizer, clock=config.clock)
+    play = functools.partial(
+        play_shards,
+        config,
+        metrics=metrics,
+        drain=drain,
+        progress=progress,
+        policy=policy,
+        tokenizer=job_tokenizer(job, tokenizer, clock=config.clock),
+        failures=failures or FailureLog(),
+        trouble=trouble,
+        pace_report=pace_report,
+        lock_report=lock_report,
+        feed=feed,
+    )
+    done = await play()
+    if done and progress.unscored and pace_of(job) is None:
+        _log.info("%d trajectories could not be scored: they are scored again", progress.unscored)
+        done = await play(unscored_only=True)
+    return done
+
+
+async def play_shards(
+    config: WorkerConfig,
+    *,
+    metrics: RolloutMetrics,
+    drain: Drain,
+    progress: Progress,
+    policy: Policy | None,
+    tokenizer: HuggingFaceTokenizer,
+    failures: FailureLog,
+    trouble: Callable[[str | None, float], None] = lambda _reason, _seconds: None,
+    pace_report: Callable[[PaceReport], None] = lambda _report: None,
+    lock_report: Callable[[str | None], None] = lambda _waiting: None,
+    feed: PartFeed | None = None,
+    unscored_only: bool = False,
+    stores: Callable[[Result], bool] = lambda _result: True,
+) -> bool:
+    """Play what a run's shards lack, once; see `run_worker`.
+
+    Args:
+        tokenizer: With the job's chat template.
+        unscored_only: Play those trajectories only that lack nothing but a score, and of groups that wait for all of
+            their trajectories those that lack nothing else.
+        stores: False for a result that is not to be stored.
+    """
+    job = config.job
     base_seed = job_seed(job.metadata.name, job.spec.generation.sampling.seed)
     async with AsyncExitStack() as stack:
         # The last results are stored when the store is closed.
@@ -145,6 +197,13 @@ async def run_worker(
             storage, config.shards, patience=config.lock_patience, drain=drain, waiting=lock_report
         ):
             return False
+        durable = 0
+
+        def count(result: Result) -> None:
+            nonlocal durable
+            durable += 1
+            progress.add(result)
+
         store = ResultStore(
             storage,
             shards=config.shards,
@@ -152,13 +211,16 @@ async def run_worker(
             repeats=repeats_of(job),
             turns=None if config.turns is None else Path(config.turns),
             seconds=metrics.journal_seconds,
-            stored=progress.add,
+            stored=count,
             tasks=config.tasks,
             rollouts=config.rollouts,
             feed=feed,
             oversample=job.spec.rollout.groups.oversample,
         )
         stack.push_async_callback(store.close)
+        if unscored_only:
+            # They have been counted.
+            progress.forget_unscored()
         stored, filtered = len(store.state.stored), len(store.state.filtered)
         progress.resumed = stored + filtered
         metrics.read_counts = lambda: TrajectoryCounts(
@@ -169,7 +231,8 @@ async def run_worker(
         for spec in job.spec.environments:
             metrics.environment(spec.name).set_step_timeout(spec.call_seconds)
         rows_of = isolated_environment_factory(job, protected=local_paths(config.output, config.turns))
-        pace = pace_of(job)
+        pace = None if unscored_only else pace_of(job)
+        policy_of_groups = group_policy(config, store.state)
         groups = sample_groups(
             prompt_groups(job, base=Path(config.base), environment=rows_of, blocks=config.blocks),
             tokenizer=tokenizer,
@@ -179,6 +242,8 @@ async def run_worker(
             seed=base_seed,
             episode_seed=base_seed,
             ordered=pace is not None,
+            unscored_only=unscored_only,
+            whole=policy_of_groups.defers_results,
         )
         stack.enter_context(endpoint_variables(environments_policy(config), config.services))
         environments = await stack.enter_async_context(
@@ -206,13 +271,15 @@ async def run_worker(
             turn_sink=store.turn if store.logs else None,
             players=players_of(job),
         )
-        results, before, failure_log = 0, progress.results, failures or FailureLog()
+        results = 0
 
         async def sink(result: Result) -> None:
             nonlocal results
+            if not stores(result):
+                return
             results += 1
             if isinstance(result, FailureRecord):
-                failure_log.log(result)
+                failures.log(result)
             await store.result(result)
 
         follower = None
@@ -240,13 +307,13 @@ async def run_worker(
             rollout,
             groups,
             sink,
-            policy=group_policy(config, store.state),
+            policy=policy_of_groups,
             drain=drain,
             pace=pace,
             admitted=admitted,
         )
         await _unless_gone(policy, settings, work, trouble)
-    _check_stored(results, progress, before=before)
+    _check_stored(results, durable, progress)
     if drain.is_set():
         return False
     await store.finalize(parquet=job.spec.output.format == "Parquet")
@@ -282,13 +349,12 @@ async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         raise errors.exceptions[0] from (errors if len(errors.exceptions) > 1 else None)
 
 
-def _check_stored(results: int, progress: Progress, *, before: int) -> None:
+def _check_stored(results: int, stored: int, progress: Progress) -> None:
     """Check that all results are stored, after the store is closed.
 
     Raises:
         TrajectoriesMissing: Some are not; the message has the counts.
     """
-    stored = progress.results - before
     if stored != results:
         raise TrajectoriesMissing(
             f"{results} trajectories ended, but only {stored} of them are stored: {progress.trajectories} finished, "
