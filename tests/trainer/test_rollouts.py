@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kuberoll.trainer import Counts, NotARun, Rollouts, StateRefused
-from kuberoll_workers.data.record import RecordError
+from kuberoll_workers.data.record import FailureRecord, RecordError, TurnRecord, set_turns_to_score
 from kuberoll_workers.output.storage import open_storage
 from kuberoll_workers.output.store import ResultStore
 from tests.output.s3 import s3, s3_server
@@ -111,6 +111,57 @@ def test_failed_trajectories_are_not_waited_for(run: WrittenRun) -> None:
     # The run has ended: all three groups have.
     assert members(rollouts) == [[(2, 0)]]
     assert rollouts.counts == Counts(groups=2, trajectories=2, short_groups=2, failed_groups=1)
+
+
+def unscored(task: int, rollout: int, **changes: Any) -> FailureRecord:
+    """A trajectory whose response could not be scored."""
+    found = trajectory(task, rollout)
+    fields = {"stage": "environment", "messages": found.messages[:2], "turn_count": 1, **changes}
+    record = failure(task, rollout, **fields)
+    turn = TurnRecord(
+        task_index=task, rollout_index=rollout, attempt=record.attempt, turn=1, messages=[], reward=0.0,
+        reward_parts={}, metadata=None, stop_strings=None, answer=None, generation_seconds=0.1, environment_seconds=0.0,
+    )  # fmt: skip
+    set_turns_to_score(record, [turn])
+    return record
+
+
+def test_a_group_waits_for_what_can_still_be_scored(run: WrittenRun) -> None:
+    rollouts = Rollouts.open(str(run.path))
+    run.write(trajectory(0, 0), unscored(0, 1), unscored(1, 0), unscored(1, 1), trajectory(2, 0), failure(2, 1))
+    assert members(rollouts, wait=False) == [[(2, 0)]]
+    run.write(trajectory(0, 1, attempt=1), unscored(1, 0, attempt=1), failure(1, 1, attempt=1))
+    assert members(rollouts, wait=False) == [[(0, 0), (0, 1)]]
+    # The run gives up: nobody scores the rest of the group now.
+    run.end()
+    assert members(rollouts) == []
+    assert rollouts.counts == Counts(groups=2, trajectories=3, short_groups=1, failed_groups=1)
+
+
+def test_what_is_unscored_at_the_end_leaves_a_short_group(run: WrittenRun) -> None:
+    rollouts = Rollouts.open(str(run.path))
+    run.write(*(trajectory(task, 0) for task in range(3)), *(unscored(task, 1) for task in range(3)))
+    assert members(rollouts, wait=False) == []
+    run.end()
+    assert members(rollouts) == [[(0, 0)], [(1, 0)], [(2, 0)]]
+    assert rollouts.counts.short_groups == 3
+
+
+def test_a_run_that_is_held_back_does_not_wait_for_scores(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run", groups=1, **{"rollout.onPolicy.maxLag": 1})
+    rollouts = Rollouts.open(str(run.path), pace=False)
+    run.write(trajectory(0, 0), unscored(0, 1))
+    assert members(rollouts, wait=False) == [[(0, 0)]]
+
+
+def test_an_atomic_group_that_lacks_more_than_a_score_has_failed(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run", groups=2, **{"rollout.groups.atomic": True})
+    rollouts = Rollouts.open(str(run.path))
+    run.write(unscored(0, 0), failure(0, 1), unscored(1, 0), unscored(1, 1, stage="group"))
+    assert members(rollouts, wait=False) == []
+    assert rollouts.counts.failed_groups == 1
+    run.write(trajectory(1, 0, attempt=1), trajectory(1, 1, attempt=1))
+    assert members(rollouts) == [[(1, 0), (1, 1)]]
 
 
 def test_what_a_resumed_run_finishes_late_never_delivers_a_group_twice(run: WrittenRun) -> None:

@@ -72,6 +72,7 @@ class GroupRules:
         shards: Number of shards.
         groups: Number of groups: one for each row in each pass; None: passes have no end.
         wanted: Number of groups to keep; None: all.
+        scores_again: The run tries again, before it ends, to score what only lacks a score.
     """
 
     repeats: Mapping[str, int]
@@ -80,6 +81,7 @@ class GroupRules:
     shards: int
     groups: int | None
     wanted: int | None
+    scores_again: bool = False
 
     def group_of(self, task_name: str, task_index: int, rollout_index: int, *, where: str) -> GroupKey:
         """The group of a trajectory.
@@ -126,6 +128,8 @@ def group_rules(manifest: RunManifest, *, where: str) -> GroupRules:
         # Manifests from before there were passes have no number of them.
         groups=None if epochs is None else _whole(manifest.inputs, "rows", where) * int(epochs),
         wanted=None if wanted is None else int(wanted),
+        scores_again=epochs is not None
+        and all(identity.get(f"rollout.onPolicy.{name}") is None for name in ("maxLag", "maxAhead")),
     )
 
 
@@ -210,12 +214,14 @@ class _Member(NamedTuple):
     position: Position
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _OpenGroup:
     task_name: str
     members: dict[int, _Member] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)
     """Latest failed attempt by rollout index."""
+    unscored: set[int] = field(default_factory=set)
+    """Those of `failures` that only lack a score."""
     ended_together: int = -1
     """Latest attempt of a failure that ended the whole group; -1: none."""
     order: int | None = None
@@ -318,7 +324,10 @@ class GroupTracker:
         if key in self._ready or key in self.closed:
             return
         group = self._opened(key, record)
-        group.failures[record.rollout_index] = max(record.attempt, group.failures.get(record.rollout_index, 0))
+        rollout, attempt = record.rollout_index, record.attempt
+        if attempt >= group.failures.get(rollout, 0):
+            group.failures[rollout] = attempt
+            (group.unscored.add if record.unscored else group.unscored.discard)(rollout)
         if record.stage == GROUP_STAGE:
             group.ended_together = max(record.attempt, group.ended_together)
         self._touched.add(key)
@@ -343,7 +352,7 @@ class GroupTracker:
             self.count_stale(record)
         if key in self.closed:
             return
-        group = self._ready.pop(key, None) or self._open.get(key) or _OpenGroup(record.task_name)
+        group = self._ready.pop(key, None) or self._open.get(key) or _OpenGroup(task_name=record.task_name)
         self._forget(key)
         self.closed.add(key)
         self.stale_groups += 1
@@ -425,7 +434,7 @@ class GroupTracker:
             yield from (member.position for member in group.members.values())
 
     def _opened(self, key: GroupKey, record: TrajectoryRecord | FailureRecord) -> _OpenGroup:
-        group = self._open.setdefault(key, _OpenGroup(record.task_name))
+        group = self._open.setdefault(key, _OpenGroup(task_name=record.task_name))
         group.order = record.group_order if group.order is None else group.order
         return group
 
@@ -434,12 +443,20 @@ class GroupTracker:
 
     def _has_ended(self, group: _OpenGroup, *, final: bool) -> bool:
         attempts = {rollout: member.record.attempt for rollout, member in group.members.items()}
+        if not final and self._waits_for_scores(group):
+            return False
         latest = 0 if final else max([*attempts.values(), *group.failures.values()])
         if group.ended_together >= latest:
             return True
         # An older failure is one that a resumed run tries again.
         over = attempts.keys() | {rollout for rollout, attempt in group.failures.items() if attempt >= latest}
         return len(over) >= self.rules.repeats[group.task_name] + self.rules.oversample
+
+    def _waits_for_scores(self, group: _OpenGroup) -> bool:
+        if not (self.rules.scores_again and group.unscored - group.members.keys()):
+            return False
+        # One that has failed for good fails an atomic group.
+        return not self.rules.atomic or group.unscored == group.failures.keys()
 
     def _make_ready(self, key: GroupKey, group: _OpenGroup) -> Group:
         self._forget(key)
