@@ -72,7 +72,8 @@ def _headline(end: AnyEnd | None, partial: Partial | None) -> str:
     name = f"{_name(end.key)} of {end.task_name}"
     if isinstance(end, FailureRecord):
         row = "" if end.row is None else f" (row {one_line(end.row, _TEXT)})"
-        return f"{name}{row} has failed after {_turns(end.turn_count)}, in attempt {end.attempt + 1}"
+        how = "has no score yet" if end.unscored else "has failed"
+        return f"{name}{row} {how} after {_turns(end.turn_count)}, in attempt {end.attempt + 1}"
     if isinstance(end, DroppedRecord):
         return f"{name} was dropped after {_turns(end.turn_count)}"
     return f"{name} has finished with the reward {end.total_reward:g} after {_turns(end.turn_count)}"
@@ -136,6 +137,11 @@ def _verdict(end: AnyEnd | None) -> str:
         return "It has no reward yet."
     if isinstance(end, FailureRecord):
         whose = _WORDS_OF_KINDS[end.kind]
+        if end.unscored:
+            return (
+                f"So it has no reward yet, which is not a reward of 0: {whose}. kuberoll rescore --failed or --resume "
+                "scores what is stored, and nothing is generated again."
+            )
         return f"So it has no reward, which is not a reward of 0: {whose}. --resume plays it again."
     outcome = end.reason if isinstance(end, DroppedRecord) else end.stop_reason
     words = ENDINGS[outcome].words

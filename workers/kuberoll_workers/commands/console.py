@@ -147,7 +147,8 @@ def describe(totals: RunProgress) -> str:
     if progress.trajectories:
         parts.append(f"reward {progress.reward_sum / progress.trajectories:.3f}")
     if progress.failed:
-        parts.append(f"{progress.failed} failed")
+        unscored = f" ({progress.unscored} unscored)" if progress.unscored else ""
+        parts.append(f"{progress.failed} failed{unscored}")
     if progress.dropped:
         parts.append(f"{progress.dropped} dropped")
     remaining = totals.remaining_seconds
@@ -200,6 +201,12 @@ def _print_result(console: Console, result: RunResult) -> None:
     if result.summaries:
         console.print(result_table(result.summaries))
         print_causes(result.causes, result.location, console)
+        if result.unscored:
+            text = (
+                f"{result.unscored} of them only lack a score: kuberoll rescore {result.location} --failed --manifest "
+                "JOB.yaml, or --resume, scores what is stored"
+            )
+            console.print(Text(visible(text), style="yellow"), soft_wrap=True)
         print_metrics_failures(result.summaries, result.location, console)
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(Text(f"time: {times}"), soft_wrap=True)

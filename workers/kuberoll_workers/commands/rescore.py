@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--output", metavar="DIR|URI", help="Output of the rescored run.  [default: DIR-rescored]")
 @click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this environment; repeatable.")
 @click.option("--resume", is_flag=True, help="Continue the rescoring in the output.")
+@click.option("--failed", is_flag=True, help="Score only what the run left unscored, in the run itself.")
 @click.option("--force", is_flag=True, help="Accept changed environment responses and a different dataset.")
 def rescore(
     run: str,
@@ -42,6 +43,7 @@ def rescore(
     output: str | None,
     environments: tuple[str, ...],
     resume: bool,
+    failed: bool,
     force: bool,
 ) -> None:
     """Recompute the rewards of a run's trajectories, without generating again.
@@ -49,12 +51,20 @@ def rescore(
     The stored responses are replayed to their environment, from the initial state of their dataset row on. A trajectory
     whose environment now answers differently is left unchanged. The original run is never changed. The exit code is 0
     only if no trajectory failed.
+
+    With --failed, trajectories that failed because their grader was out of reach are scored in the run itself; nothing
+    else of it changes. The exit code is 0 only if none is left.
     """
+    if failed and (output or environments or resume):
+        raise click.UsageError("--failed scores the run itself: it has no --output, --environment and --resume")
     try:
         job = load_job(manifest, overrides)
     except ManifestError as error:
         click.echo(visible(str(error)), err=True)
         sys.exit(2)
+
+    if failed:
+        sys.exit(_score_failed(job, manifest.parent, run, force=force))
 
     from rich.console import Console
 
@@ -78,6 +88,40 @@ def rescore(
         sys.exit(2)
     print_tallies(Console(highlight=False), tallies, destination)
     sys.exit(1 if any(tally.failed for tally in tallies.values()) else 0)
+
+
+def _score_failed(job: RolloutJob, base: Path, run: str, *, force: bool) -> int:
+    """Score what a run left unscored; returns the exit code."""
+    from kuberoll_workers.analysis.aggregation.aggregates import aggregate
+    from kuberoll_workers.data.tracebacks import with_frames
+    from kuberoll_workers.dataset.rows import DatasetError
+    from kuberoll_workers.environments.registry import UnusableEnvironment
+    from kuberoll_workers.local.preflight import JobRefused
+    from kuberoll_workers.local.scoring import score_unscored
+    from kuberoll_workers.output.journal import JournalBroken
+    from kuberoll_workers.output.run_files import RunFiles
+    from kuberoll_workers.output.storage import StorageError
+    from kuberoll_workers.worker.environments import environment_factory
+
+    try:
+        scores = score_unscored(job, base=base, output=run, force=force)
+        aggregate([files := RunFiles(run)], make=environment_factory(job)).write_beside(files)
+    except (DatasetError, JobRefused, JournalBroken, StorageError, UnusableEnvironment) as error:
+        click.echo(visible(with_frames(error)), err=True)
+        return 2
+    names = sorted({*scores.scored, *scores.continuing, *scores.left})
+    if not names:
+        click.echo("nothing is unscored")
+    for name in names:
+        if count := scores.scored[name]:
+            click.echo(f"{name}: {count} scored, mean reward {scores.reward[name] / count:.3f}")
+        if count := scores.continuing[name]:
+            click.echo(f"{name}: {count} have to go on with the policy: resume the run")
+        if count := scores.left[name]:
+            click.echo(f"{name}: {count} left unscored")
+    for cause in scores.failures.causes.by_count():
+        click.echo(visible(f"  {cause.count}: {cause.headline(400)}"))
+    return 1 if scores.left.total() + scores.continuing.total() else 0
 
 
 def _rescore(

@@ -128,16 +128,20 @@ def _check_certificates(job: RolloutJob, base: Path) -> Iterator[str]:
     yield from found.named
 
 
-def check_model(job: RolloutJob, *, base: Path, earlier: RunManifest | None = None) -> ModelSource:
+def check_model(
+    job: RolloutJob, *, base: Path, earlier: RunManifest | None = None, generates: bool = True
+) -> ModelSource:
     """Check that a job's engine is installed, and find its model and tokenizer.
 
     Args:
         base, earlier: As in `check`.
+        generates: False if nothing will be generated here: then no engine is needed.
 
     Raises:
         JobRefused: One of them is missing; the message names the manifest's field.
     """
-    _check_packages(job)
+    if generates:
+        _check_packages(job)
     model = job.spec.generation.model
     revision, tokenizer_revision = (pinned_revision(job, earlier, name) for name in (MODEL, TOKENIZER))
     source = _locate("spec.generation.model.source", model.source, base, ("config.json",), revision)

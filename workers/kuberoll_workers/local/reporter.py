@@ -58,6 +58,7 @@ class RunResult:
         problem: Why the exit code is not 0; None if it is 0.
         location: The run's directory or URI.
         causes: Distinct causes of failures, the most frequent first.
+        unscored: Failed trajectories that only lack a score.
         tail: Comparison of kept and dropped trajectories.
         summary: Lines of what was made of the run.
         seconds: Wall seconds of the run's phases, in their order.
@@ -69,6 +70,7 @@ class RunResult:
     summaries: Mapping[str, EnvironmentSummary] = field(default_factory=dict)
     location: str = ""
     causes: Sequence[FailureCause] = ()
+    unscored: int = 0
     totals: RunProgress | None = None
     tail: DropReport = field(default_factory=DropReport)
     summary: Sequence[str] = ()

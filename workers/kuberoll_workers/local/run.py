@@ -494,6 +494,7 @@ class _LocalRun:
         if end.aggregates is not None:
             result.summaries, result.tail = end.aggregates.summaries, end.aggregates.tail
             result.causes = end.aggregates.contents.causes.by_count()
+            result.unscored = end.aggregates.unscored
             result.summary = end.summary
         failed_steps = [
             f"{step}: {describe_error(error)}"

@@ -58,7 +58,8 @@ def _failure_of(aggregates: Aggregates) -> str:
     causes = aggregates.contents.causes.by_count()
     if not causes:
         return ""
-    count = f"{causes[0].count} of them: "
+    unscored = f" ({aggregates.unscored} of all only lack a score)" if aggregates.unscored else ""
+    count = f"{causes[0].count} of them{unscored}: "
     return count + causes[0].headline(FAILURE_CHARACTERS - len(count))
 
 

@@ -67,6 +67,11 @@ class Aggregates:
         return len(self.contents.failures)
 
     @property
+    def unscored(self) -> int:
+        """Number of those that only lack a score."""
+        return sum(failure.unscored for failure in self.contents.failures.values())
+
+    @property
     def duplicates(self) -> int:
         """Number of lines that do not count because another line of the same trajectory does."""
         return self.contents.duplicates
@@ -87,6 +92,7 @@ class Aggregates:
             "planned": self.planned,
             "missing": self.missing,
             "failed": self.failed,
+            "unscored": self.unscored,
             "duplicates": self.duplicates,
             "environments": {name: summary.as_json() for name, summary in self.summaries.items()},
             "tail": self.tail.as_json() if self.tail.dropped else None,

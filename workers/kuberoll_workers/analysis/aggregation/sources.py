@@ -22,6 +22,7 @@ class Failure(NamedTuple):
 
     Attributes:
         location: Where the code of an environment failed, `file:line in function`; empty if unknown.
+        unscored: It only lacks a score.
     """
 
     environment: str
@@ -29,6 +30,7 @@ class Failure(NamedTuple):
     stage: str
     cause: str
     location: str
+    unscored: bool
 
 
 class Dropped(NamedTuple):
@@ -105,7 +107,8 @@ def read_contents(runs: Sequence[RunFiles], *, observe: Callable[[EndedRecord], 
             place = location(record.frames or ())
             names = (record.task_name, record.kind, record.stage, record.cause, place)
             causes.add(record)
-            failures[record.key] = Failure(*(texts.setdefault(name, name) for name in names))
+            environment, kind, stage, cause, where = (texts.setdefault(name, name) for name in names)
+            failures[record.key] = Failure(environment, kind, stage, cause, where, record.unscored)
         else:
             dropped[record.key] = Dropped(
                 turns=record.turn_count,
