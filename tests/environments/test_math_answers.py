@@ -7,20 +7,24 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kuberoll_workers.data.causes import Cause, Evidence
 from kuberoll_workers.environments.batches import StepBatch
 from kuberoll_workers.environments.builtin.math import extraction as math_extraction
 from kuberoll_workers.environments.builtin.math.answers import MathAnswersEnvironment, is_explosive
 from kuberoll_workers.environments.builtin.math.extraction import MAX_ANSWER_CHARACTERS, final_answers
 from kuberoll_workers.environments.builtin.math.process import AlgebraProcess
 from kuberoll_workers.environments.builtin.math.values import read_value
-from kuberoll_workers.environments.builtin.question_process import LimitExceeded, ProcessFailed
+from kuberoll_workers.environments.builtin.question_process import LimitExceeded, ProcessLost
+from kuberoll_workers.environments.exception_causes import cause_of
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.registry import PlainSpec
 from tests.environments.support import log_of, step_all, step_one
@@ -255,9 +259,29 @@ def test_an_algebra_process_that_is_killed_is_a_failure_and_no_reward(monkeypatc
             return wait(*arguments)
 
         monkeypatch.setattr(select, "select", killing)
-        with pytest.raises(ProcessFailed):
+        with pytest.raises(ProcessLost, match="SIGKILL"):
             algebra.ask("equal", "x", "x")
         monkeypatch.undo()
+        assert algebra.ask("equal", "x", "x") is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_copy_that_the_machine_kills_has_not_exceeded_its_limits(number: signal.Signals) -> None:
+    """As the kernel does without memory: the answer may be right, and has no reward of 0."""
+    with AlgebraProcess(cpu_seconds=60.0) as algebra, ThreadPoolExecutor(1) as threads:
+        assert algebra.ask("equal", "x", "x") is True
+        assert algebra._process is not None
+        (copy,) = psutil.Process(algebra._process.pid).children()
+        asked = threads.submit(algebra.ask, "equal", "7^{9999999} - 7^{9999998}", "7^{7777777} + 1")
+        before = copy.cpu_times().user
+        while copy.cpu_times().user == before:
+            # It computes.
+            threading.Event().wait(0.01)
+        copy.send_signal(number)
+        with pytest.raises(ProcessLost, match=number.name) as lost:
+            asked.result()
+        assert cause_of(lost.value) == Cause("ProcessKilled", Evidence(signal=number.name))
         assert algebra.ask("equal", "x", "x") is True
 
 

@@ -1,30 +1,26 @@
 """Questions to a separate process, so that nothing that a policy wrote can block a worker.
 
-The process imports a module once and forks a copy of itself that answers questions by its function `answer`. It has
-limits of CPU time, which does not depend on the machine's load, and of memory. The kernel kills a copy that exceeds
-them, even in the middle of a computation, and the next question gets a new copy within milliseconds. Only lines of JSON
-cross the pipes.
+The process (`question_server`) imports a module once and forks a copy of itself that answers questions by its function
+`answer`. It has limits of CPU time, which does not depend on the machine's load, and of memory. The kernel kills a copy
+that exceeds them, even in the middle of a computation, and the next question gets a new copy within milliseconds. Only
+lines of JSON cross the pipes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Final, Self
 
-from kuberoll_workers.data.lifetime import end_with_parent
-from kuberoll_workers.environments import landlock
-from kuberoll_workers.environments.process_access import drop_capabilities
+from kuberoll_workers.data.causes import Evidence, ReasonName
+from kuberoll_workers.environments.interface import Unavailable
 
 CPU_SECONDS = 5.0
 """Default limit of CPU time of one question."""
@@ -42,6 +38,17 @@ class LimitExceeded(Exception):
 
 class ProcessFailed(Exception):
     """The process does not work; nothing is known about the question."""
+
+
+class ProcessLost(ProcessFailed, Unavailable):
+    """It was killed from outside, as by a machine that has no memory left."""
+
+    reason: ClassVar[ReasonName] = "ProcessKilled"
+
+
+# What KubeRoll does not send to it: its limits end it by SIGPROF, SIGSEGV or SIGABRT.
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM)
+_END_SECONDS: Final = 5.0
 
 
 class QuestionProcess:
@@ -76,9 +83,13 @@ class QuestionProcess:
         Raises:
             LimitExceeded: The question exceeded its limits.
             ProcessFailed: The process ended, cannot be started, or does not answer.
+            ProcessLost: It was killed from outside.
         """
         with self._lock:
             reply = self._exchange(json.dumps(question).encode() + b"\n")
+        if "killed" in reply:
+            self._refuse_if_from_outside(reply["killed"])
+            raise LimitExceeded
         if "limit" in reply:
             raise LimitExceeded
         if "failed" in reply:
@@ -96,14 +107,32 @@ class QuestionProcess:
             line = process.stdout.readline() if ready else b""
             return json.loads(line)
         except (OSError, ValueError) as error:
+            ended = self._ended(process)
             self._end()
+            self._refuse_if_from_outside(-ended)
             raise ProcessFailed(f"the process of {self._options[0]} did not answer: {error}") from error
+
+    def _ended(self, process: subprocess.Popen[bytes]) -> int:
+        """The exit code of a process that has closed its pipes; 0 if it goes on."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # One that does not answer goes on, and has had its time.
+            return process.wait(_END_SECONDS if _at_end(process) else 0)
+        return 0
+
+    def _refuse_if_from_outside(self, number: int) -> None:
+        if number in _FROM_OUTSIDE:
+            name = signal.Signals(number).name
+            raise ProcessLost(
+                f"the process of {self._options[0]} was killed from outside ({name}), perhaps because the machine's "
+                "memory ran out",
+                evidence=Evidence(signal=name),
+            )
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "kuberoll_workers.environments.builtin.question_process", *self._options],
+                    [sys.executable, "-m", "kuberoll_workers.environments.builtin.question_server", *self._options],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     # It needs its modules, and none of the worker's other variables.
@@ -149,83 +178,8 @@ class QuestionProcess:
             process.wait()
 
 
-class _Copy:
-    """A forked copy of this process that answers questions until it exceeds a limit."""
-
-    def __init__(self, answer: Callable[[Any], Any], *, cpu_seconds: float, memory: int, confined: bool) -> None:
-        theirs_in, ours_out = os.pipe()
-        ours_in, theirs_out = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(ours_in)
-            os.close(ours_out)
-            end_with_parent()
-            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            if confined:
-                _confine()
-            _answer(answer, theirs_in, theirs_out, cpu_seconds)
-        os.close(theirs_in)
-        os.close(theirs_out)
-        self._to = ours_out
-        self._replies = os.fdopen(ours_in, "rb")
-
-    def reply(self, request: bytes) -> bytes | None:
-        """The reply to a request; None if the copy was killed."""
-        with contextlib.suppress(OSError):
-            os.write(self._to, request)
-            line = self._replies.readline()
-            if line.endswith(b"\n"):
-                return line
-        self._replies.close()
-        os.close(self._to)
-        os.waitpid(self.pid, 0)
-        return None
-
-
-def _confine() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    drop_capabilities()
-    if landlock.abi() > 0:
-        landlock.restrict([])
-
-
-def _answer(answer: Callable[[Any], Any], requests: int, replies: int, cpu_seconds: float) -> None:
-    # The signal's default action kills the process even inside C code.
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    for line in os.fdopen(requests, "rb"):
-        question = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        try:
-            reply = {"reply": answer(question)}
-        except (MemoryError, RecursionError, OverflowError):
-            reply = {"limit": True}
-        except Exception as error:
-            reply = {"failed": f"{type(error).__name__}: {error}"}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(replies, json.dumps(reply).encode() + b"\n")
-    os._exit(0)
-
-
-def main() -> None:
-    """Entry point of the process: questions on standard input, answers on standard output, one line of JSON each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-    name, cpu_seconds, memory, confined = sys.argv[1:]
-    # What is imported before the fork is available in every copy.
-    module = importlib.import_module(name)
-    getattr(module, "prepare", bool)()
-    copy: _Copy | None = None
-    for line in sys.stdin.buffer:
-        copy = copy or _Copy(
-            module.answer, cpu_seconds=float(cpu_seconds), memory=int(memory), confined=bool(int(confined))
-        )
-        reply = copy.reply(line)
-        if reply is None:
-            copy, reply = None, b'{"limit": true}\n'
-        sys.stdout.buffer.write(reply)
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()
+def _at_end(process: subprocess.Popen[bytes]) -> bool:
+    """True if there is nothing more to read of its replies."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], 0)
+    return bool(ready) and not process.stdout.peek(1)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Databases for statements that a policy wrote. Imported only by the process that runs them (`question_process`).
+"""Databases for statements that a policy wrote. Imported only by the process that runs them (`question_server`).
 
 What a statement may do is decided by SQLite's authorizer, how much by its limits, its heap limit and a count of the
 virtual machine's steps. The process itself has no files and is killed when it exceeds its memory or CPU time.
