@@ -26,7 +26,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.data.causes import REASONS, Evidence
+from kuberoll_workers.data.causes import REASONS, Cause, Evidence
 from kuberoll_workers.data.tracebacks import stack_of
 from kuberoll_workers.environments.exception_causes import cause_of, cause_of_wait
 from kuberoll_workers.environments.interface import Unavailable
@@ -249,6 +249,17 @@ def test_a_class_that_is_derived_from_a_library_s_is_as_that_is() -> None:
 
     assert cause_of(JudgeGone("gone")).reason == "DependencyUnavailable"
     assert cause_of(httpx.LocalProtocolError("own")).reason == "EnvironmentRaised"
+
+
+def test_a_class_of_unavailable_whose_other_base_is_created_first() -> None:
+    class JudgeError(RuntimeError):
+        def __init__(self, text: str) -> None:
+            RuntimeError.__init__(self, text)
+
+    class JudgeGone(JudgeError, Unavailable):
+        pass
+
+    assert cause_of(JudgeGone("gone")) == Cause("DependencyUnavailable")
 
 
 def test_a_connection_that_broke_without_a_number() -> None:

@@ -6,13 +6,18 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kuberoll_workers.data.causes import Cause
+from kuberoll_workers.environments.exception_causes import cause_of
 from kuberoll_workers.environments.programs import (
     ConfinementUnavailable,
     Limits,
@@ -24,6 +29,7 @@ from kuberoll_workers.environments.programs import (
     scratch,
 )
 from kuberoll_workers.environments.programs.model import TRUNCATED
+from kuberoll_workers.environments.programs.runner import ProgramLost
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +122,24 @@ def test_a_launcher_that_was_killed_is_replaced() -> None:
         assert runner._launcher is not None
         runner._launcher.kill()
         runner._launcher.wait()
+        assert runner.run(Program.python("print(1)")).stdout == "1\n"
+
+
+@pytest.mark.slow
+def test_a_program_whose_supervisor_is_killed_has_no_outcome() -> None:
+    """As by the kernel, when the machine's memory is used up: nothing is known about the program."""
+    with ProgramRunner(parallel=1) as runner, ThreadPoolExecutor(1) as threads:
+        runner.check()
+        assert runner._launcher is not None
+        launcher = psutil.Process(runner._launcher.pid)
+        running = threads.submit(runner.run, Program.python("while True: pass"))
+        while not (supervisors := launcher.children()):
+            threading.Event().wait(0.01)
+        for supervisor in supervisors:
+            supervisor.kill()
+        with pytest.raises(ProgramLost) as lost:
+            running.result()
+        assert cause_of(lost.value) == Cause("ProcessKilled")
         assert runner.run(Program.python("print(1)")).stdout == "1\n"
 
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import signal
+import socket
 import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,10 +19,12 @@ from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
 
 from kuberoll_workers.adapters.verifiers import ScoringFailed, VerifiersEnvironment
 from kuberoll_workers.authoring import check_environment
+from kuberoll_workers.data.causes import Cause, Evidence
 from kuberoll_workers.data.messages import chat_message
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.tool_calls import message_fields, parse_tool_calls
 from kuberoll_workers.environments import Episode, EpisodeEnd, UnusableEnvironment
+from kuberoll_workers.environments.exception_causes import cause_of
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import GroupMember
 from tests.adapters.libraries.support import assert_needs_its_extra, run
@@ -168,6 +171,14 @@ def steps_and_client(states: Any) -> list[float]:
     return [float(len(state["trajectory"]) + state.get("nothing", 0)) for state in states]
 
 
+def judged(states: Any) -> list[float]:
+    with socket.socket() as taken:
+        # Bound, and nobody listens.
+        taken.bind(("127.0.0.1", 0))
+        socket.create_connection(taken.getsockname()).close()
+    return [1.0] * len(states)
+
+
 def broken_for_groups(states: Any) -> list[float]:
     raise ZeroDivisionError("this group function is broken")
 
@@ -196,6 +207,10 @@ def number_of_groups() -> Any:
 
 def number_with_a_broken_group_reward() -> Any:
     return number(functions=[solved, broken_for_groups])
+
+
+def number_with_a_judge_that_is_gone() -> Any:
+    return number(functions=[solved, judged])
 
 
 def resources(function: Any = pairs) -> Any:
@@ -461,6 +476,15 @@ async def test_group_scores_fail_where_verifiers_would_count_0() -> None:
     (ended,) = await play(environment, ["2"])
     with pytest.raises(ScoringFailed, match="this group function is broken"):
         await environment.score_group([member(ended)])
+    await environment.shutdown()
+
+
+async def test_a_judge_that_a_reward_function_cannot_reach_is_no_bug_of_the_function() -> None:
+    environment = VerifiersEnvironment({"id": f"{__name__}:number_with_a_judge_that_is_gone"})
+    (ended,) = await play(environment, ["2"])
+    with pytest.raises(ScoringFailed) as failed:
+        await environment.score_group([member(ended)])
+    assert cause_of(failed.value) == Cause("DependencyUnavailable", Evidence(error="ECONNREFUSED"))
     await environment.shutdown()
 
 

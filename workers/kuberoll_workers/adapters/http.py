@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import orjson
 
+from kuberoll_workers.data.causes import Evidence
 from kuberoll_workers.environments.interface import Unavailable
 from kuberoll_workers.network.connections import tcp_connector
 
@@ -38,6 +39,17 @@ class Disconnected(Unavailable, ServerError):
     """The connection broke, or the session is lost: what became of a request is unknown."""
 
     reason = "EnvironmentUnreachable"
+
+
+class Overloaded(Unavailable, ServerError):
+    """It, or what is in front of it, cannot answer now."""
+
+    reason = "EnvironmentUnreachable"
+
+
+# Request timeouts, too many requests, and what servers and gateways say when they are overloaded or restart; a 500 is
+# how FastAPI says that the environment's code has raised an exception.
+OVERLOADED: Final = frozenset({408, 425, 429, 502, 503, 504, 529})
 
 
 async def patiently(ask: Callable[[], Awaitable[_Result]], seconds: float) -> _Result:
@@ -92,7 +104,10 @@ class Answer:
 
     def error(self) -> ServerError:
         """An error with the status and the beginning of the body."""
-        return ServerError(f"{self.url} answered {self.status}: {self.text[:_SHOWN]}")
+        text = f"{self.url} answered {self.status}: {self.text[:_SHOWN]}"
+        if self.status in OVERLOADED:
+            return Overloaded(text, evidence=Evidence(http_status=self.status))
+        return ServerError(text)
 
 
 async def post(url: str, value: Any, cookies: Mapping[str, str]) -> Answer:

@@ -12,7 +12,16 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from kuberoll_api.model.agents import Agent, GymAgents
-from kuberoll_workers.adapters.http import CONNECT_SECONDS, Answer, ServerError, Unreachable, get, patiently, post
+from kuberoll_workers.adapters.http import (
+    CONNECT_SECONDS,
+    OVERLOADED,
+    Answer,
+    ServerError,
+    Unreachable,
+    get,
+    patiently,
+    post,
+)
 from kuberoll_workers.adapters.nemo_gym_aggregates import Results, metrics_of, results_by_agent
 from kuberoll_workers.adapters.nemo_gym_results import reported_failure, reward_of
 from kuberoll_workers.adapters.nemo_gym_rollouts import GymAnswer, GymRequest
@@ -30,7 +39,6 @@ _CONFIG: Final = "global_config_dict_yaml"
 _AGENTS: Final = "responses_api_agents"
 _OK, _NOT_FOUND = 200, 404
 # Statuses by which a server asks for patience.
-_TRANSIENT: Final = frozenset({408, 425, 429})
 
 
 class NemoGymAgents(EnvironmentInterface):
@@ -251,7 +259,7 @@ def _result(answer: Answer) -> dict[str, Any]:
             f"agent.nemoGym: {answer.url} answered 404: there is no agent server. Its url is that of an agent server, "
             "or of NeMo Gym's head server"
         )
-    if 400 <= answer.status < 500 and answer.status not in _TRANSIENT:
+    if 400 <= answer.status < 500 and answer.status not in OVERLOADED:
         raise UnusableRow(str(answer.error()))
     if answer.status != _OK:
         raise answer.error()

@@ -7,10 +7,11 @@ import contextlib
 import copy
 import logging
 import math
+import sys
 import types
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, JsonValue
 
@@ -310,14 +311,14 @@ async def _checked(scoring: Awaitable[None]) -> None:
     Raises:
         ScoringFailed: One of its functions raised an exception, which the rubric has only logged.
     """
-    errors: list[str] = []
+    errors: list[_Error] = []
     token = _errors.set(errors)
     try:
         await scoring
     finally:
         _errors.reset(token)
     if errors:
-        raise ScoringFailed(errors[0])
+        raise ScoringFailed(errors[0].text) from errors[0].exception
 
 
 def _result(state: Any) -> tuple[float, dict[str, float]]:
@@ -411,7 +412,12 @@ def _without_signals(module: Any) -> Iterator[None]:
         module.signal, module.atexit = before
 
 
-_errors: ContextVar[list[str] | None] = ContextVar("_errors", default=None)
+class _Error(NamedTuple):
+    text: str
+    exception: BaseException | None
+
+
+_errors: ContextVar[list[_Error] | None] = ContextVar("_errors", default=None)
 
 
 class _ErrorCollector(logging.Handler):
@@ -420,7 +426,8 @@ class _ErrorCollector(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         errors = _errors.get()
         if errors is not None:
-            errors.append(record.getMessage())
+            # The rubric logs where it handles the exception, which may be an outage of what the function calls.
+            errors.append(_Error(record.getMessage(), sys.exception()))
 
 
 _collector = _ErrorCollector(logging.ERROR)

@@ -59,6 +59,8 @@ class Unavailable(Exception):
     """
 
     reason: ClassVar[ReasonName] = "DependencyUnavailable"
+    # Also of a class whose other base has an `__init__` that does not come here.
+    evidence: Evidence = NO_EVIDENCE
 
     def __init__(self, message: str = "", *, evidence: Evidence = NO_EVIDENCE) -> None:
         super().__init__(message)

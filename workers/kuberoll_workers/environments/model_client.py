@@ -34,11 +34,11 @@ class ServerFailed(Exception):
     """A served model could not be used; the message names its URL and the reason."""
 
 
-class ServerUnavailable(ServerFailed, Unavailable):
+class ServerUnavailable(Unavailable, ServerFailed):
     """It was out of reach, overloaded, or answered what is no answer: nothing that the request could help."""
 
 
-class ServerDenied(ServerFailed, Unavailable):
+class ServerDenied(Unavailable, ServerFailed):
     """It refused the credentials."""
 
     reason: ClassVar[ReasonName] = "AccessRefused"

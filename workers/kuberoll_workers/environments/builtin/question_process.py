@@ -40,7 +40,7 @@ class ProcessFailed(Exception):
     """The process does not work; nothing is known about the question."""
 
 
-class ProcessLost(ProcessFailed, Unavailable):
+class ProcessLost(Unavailable, ProcessFailed):
     """It was killed from outside, as by a machine that has no memory left."""
 
     reason: ClassVar[ReasonName] = "ProcessKilled"

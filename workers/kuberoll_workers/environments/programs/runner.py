@@ -14,12 +14,20 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
+from kuberoll_workers.data.causes import ReasonName
+from kuberoll_workers.environments.interface import Unavailable
 from kuberoll_workers.environments.programs import scratch
 from kuberoll_workers.environments.programs.model import ConfinementUnavailable, Outcome, Program, ProgramFailed
 
 _START_SECONDS = 60.0
+
+
+class ProgramLost(Unavailable, ProgramFailed):
+    """Who runs the program was killed from outside: nothing is known about it."""
+
+    reason: ClassVar[ReasonName] = "ProcessKilled"
 
 
 class ProgramRunner:
@@ -82,16 +90,16 @@ class ProgramRunner:
                     socket.send_fds(self._started(), [b"."], [theirs.fileno()])
                 except OSError as error:
                     self._end()
-                    raise ProgramFailed(f"the launcher of programs is gone: {error}") from error
+                    raise ProgramLost(f"the launcher of programs is gone: {error}") from error
             answer = bytearray()
             try:
                 ours.sendall(request)
                 while chunk := ours.recv(1 << 20):
                     answer += chunk
             except OSError as error:
-                raise ProgramFailed(f"the program's supervisor is gone: {error}") from error
+                raise ProgramLost(f"the program's supervisor is gone: {error}") from error
         if not answer:
-            raise ProgramFailed("the program's supervisor was killed, perhaps because the machine's memory ran out")
+            raise ProgramLost("the program's supervisor was killed, perhaps because the machine's memory ran out")
         return bytes(answer)
 
     def _started(self) -> socket.socket:
