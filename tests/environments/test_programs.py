@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kuberoll_workers.data.causes import Cause
+from kuberoll_workers.data.causes import Cause, Evidence
 from kuberoll_workers.environments.exception_causes import cause_of
 from kuberoll_workers.environments.programs import (
     ConfinementUnavailable,
@@ -141,6 +143,51 @@ def test_a_program_whose_supervisor_is_killed_has_no_outcome() -> None:
             running.result()
         assert cause_of(lost.value) == Cause("ProcessKilled")
         assert runner.run(Program.python("print(1)")).stdout == "1\n"
+
+
+MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def small_machine() -> Iterator[ProgramRunner]:
+    """A runner whose processes have 100 MiB together, as those of a container have."""
+    group = MEMORY_CGROUP / f"kuberoll-test-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroups of memory can be made: {error}")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(100 << 20))
+        with ProgramRunner(parallel=1) as runner:
+            runner.check()
+            assert runner._launcher is not None
+            (group / "cgroup.procs").write_text(str(runner._launcher.pid))
+            yield runner
+    finally:
+        while (group / "cgroup.procs").read_text():
+            threading.Event().wait(0.01)
+        group.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["itself", "a shell"])
+def test_a_program_that_dies_of_the_machine_s_memory_has_no_outcome(small_machine: ProgramRunner, by: str) -> None:
+    """It may hold a gigabyte, so that the machine had too little: no answer of the policy is wrong for that."""
+    source = "held = [bytearray(1 << 20) for _ in range(400)]"
+    if by == "itself":
+        program = Program.python(source, limits=Limits(memory=1 << 30))
+    else:
+        argv = ["/bin/sh", "-c", f"{sys.executable} -c '{source}'; exit $?"]
+        program = Program(argv=argv, limits=Limits(memory=1 << 30))
+    with pytest.raises(ProgramLost, match="the machine's memory ran out") as lost:
+        small_machine.run(program)
+    assert cause_of(lost.value) == Cause("ProcessKilled", Evidence(signal="SIGKILL"))
+    # And one that ends so by itself, or that is beyond its own limit, is what it was.
+    source = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    outcome = small_machine.run(Program.python(source))
+    assert (outcome.kind, outcome.exit_code) == ("error", -signal.SIGKILL)
+    source = "held = [bytearray(1 << 20) for _ in range(400)]"
+    assert small_machine.run(Program.python(source, limits=Limits(memory=50 << 20))).kind == "memory"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,10 @@ class ProgramFailed(RuntimeError):
     """The confinement itself failed, which says nothing about the program."""
 
 
+class ProgramKilled(ProgramFailed):
+    """The machine killed the program, and not for a limit of its own: nothing is known about it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of one program with everything that it starts.
@@ -142,10 +146,13 @@ class Outcome:
         Raises:
             ConfinementUnavailable: The program could not be confined.
             ProgramFailed: The program could not be started.
+            ProgramKilled: The machine killed it.
         """
         found: dict[str, Any] = json.loads(data)
         if "unavailable" in found:
             raise ConfinementUnavailable(found["unavailable"])
+        if "killed" in found:
+            raise ProgramKilled(found["killed"])
         if "failed" in found:
             raise ProgramFailed(found["failed"])
         return cls(**found)

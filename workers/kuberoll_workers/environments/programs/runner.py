@@ -16,16 +16,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
 
-from kuberoll_workers.data.causes import ReasonName
+from kuberoll_workers.data.causes import Evidence, ReasonName
 from kuberoll_workers.environments.interface import Unavailable
 from kuberoll_workers.environments.programs import scratch
-from kuberoll_workers.environments.programs.model import ConfinementUnavailable, Outcome, Program, ProgramFailed
+from kuberoll_workers.environments.programs.model import (
+    ConfinementUnavailable,
+    Outcome,
+    Program,
+    ProgramFailed,
+    ProgramKilled,
+)
 
 _START_SECONDS = 60.0
 
 
 class ProgramLost(Unavailable, ProgramFailed):
-    """Who runs the program was killed from outside: nothing is known about it."""
+    """The program, or who runs it, was killed from outside: nothing is known about it."""
 
     reason: ClassVar[ReasonName] = "ProcessKilled"
 
@@ -52,7 +58,8 @@ class ProgramRunner:
 
         Raises:
             ConfinementUnavailable: This machine lacks a layer of the confinement.
-            ProgramFailed: The program could not be started, or its supervisor was killed.
+            ProgramFailed: The program could not be started.
+            ProgramLost: The machine killed it, or its supervisor.
         """
         with self._slots:
             directory = tempfile.mkdtemp(prefix="kuberoll-program-")
@@ -60,6 +67,8 @@ class ProgramRunner:
                 for name, content in program.files.items():
                     Path(directory, name).write_bytes(content)
                 return Outcome.from_json(self._ask(program.to_json(os.path.realpath(directory)) + b"\n"))
+            except ProgramKilled as error:
+                raise ProgramLost(str(error), evidence=Evidence(signal="SIGKILL")) from error
             finally:
                 scratch.remove(directory)
 

@@ -33,6 +33,7 @@ from kuberoll_workers.environments.programs.model import (
     Outcome,
     OutcomeKind,
     ProgramFailed,
+    ProgramKilled,
 )
 from kuberoll_workers.environments.programs.system_calls import EXIT, TASKS, THREAD, Filter
 
@@ -45,6 +46,8 @@ _NOTIFICATION = struct.Struct("=QIIiIQ6Q")
 _RESPONSE = struct.Struct("=QqiI")
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _CONTINUE = 1
+# By SIGKILL, and as a shell says that its program was.
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 def supervise(client: socket.socket, filter: Filter, *, signals_are_scoped: bool) -> None:
@@ -55,11 +58,23 @@ def supervise(client: socket.socket, filter: Filter, *, signals_are_scoped: bool
         answer: dict[str, Any] = asdict(_Supervision(client, request, filter, signals_are_scoped).run())
     except ConfinementUnavailable as error:
         answer = {"unavailable": str(error)}
+    except ProgramKilled as error:
+        answer = {"killed": str(error)}
     except Exception as error:
         answer = {"failed": f"{type(error).__name__}: {error}"}
     client.setblocking(True)
     with contextlib.suppress(OSError):
         client.sendall(json.dumps(answer).encode())
+
+
+def _kills_for_memory() -> int:
+    """How often the kernel has killed a process of this machine because memory ran out; 0 where it does not say."""
+    with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
+        for line in file:
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
 
 
 def _waited() -> float:
@@ -130,6 +145,7 @@ class _Supervision:
 
     def run(self) -> Outcome:
         began = time.monotonic()
+        self._kills = _kills_for_memory()
         self._start()
         try:
             kind = self._watch(began)
@@ -164,6 +180,16 @@ class _Supervision:
             return "cpu_time"
         if code == -signal.SIGXFSZ:
             return "disk"
+        if code in _KILLED and _kills_for_memory() > self._kills:
+            # The largest of its processes.
+            held = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+            if held >= self._limits.memory:
+                # Faster than it was looked at.
+                return "memory"
+            raise ProgramKilled(
+                f"the machine's memory ran out, and the kernel killed the program, which held {held >> 20} MiB of the "
+                f"{self._limits.memory >> 20} MiB that it may"
+            )
         return "ok" if code == 0 else "error"
 
     # ---- the start
