@@ -156,11 +156,13 @@ class SandboxAnswer(_Message):
             will never be such a sandbox in this job.
         address: `HOST:PORT` of its server; None unless it runs.
         reason: What it waits for, or why it is not there, for people.
+        event: Kubernetes' own word for why it is not there, such as `Evicted`; empty: there is none.
     """
 
     state: Literal["Waiting", "Running", "Ended", "Refused"]
     address: str | None = None
     reason: str = ""
+    event: str = ""
 
 
 class WorkerSandboxes(_Message):

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from kuberoll_workers.sandboxes.driver import SandboxSpec
+from kuberoll_workers.data.causes import Cause, Evidence
+from kuberoll_workers.environments.exception_causes import cause_of
+from kuberoll_workers.sandboxes.driver import Ending, SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.leases import Lease, Sandboxes
 from kuberoll_workers.sandboxes.meters import FAILED, REMOVED, STARTED
@@ -92,6 +94,31 @@ async def test_one_that_ends_while_it_starts_is_lost_too(sandboxes: Sandboxes, b
         async with sandboxes.lease(SandboxSpec(image=busybox)):
             pytest.fail("it started")
     assert counts(sandboxes) == {"not started": 1, "lost": 1}
+
+
+async def test_a_loss_says_what_became_of_the_sandbox(lease: Leasing, sandboxes: Sandboxes) -> None:
+    driver = sandboxes._driver
+    asked: list[str] = []
+
+    async def ending(name: str) -> Ending | None:
+        asked.append(name)
+        if len(asked) == 3:
+            raise OSError("whoever knows is gone, too")
+        return None if len(asked) == 2 else Ending("its node had no memory left", Evidence(event="Evicted"))
+
+    driver.ending = ending  # type: ignore[method-assign]
+    said = []
+    for _ in range(3):
+        with pytest.raises(SandboxLost) as lost:
+            async with lease():
+                raise SandboxLost("the connection broke")
+        said.append((str(lost.value), cause_of(lost.value)))
+    assert said == [
+        ("the connection broke; its node had no memory left", Cause("SandboxLost", Evidence(event="Evicted"))),
+        ("the connection broke", Cause("SandboxLost")),
+        ("the connection broke", Cause("SandboxLost")),
+    ]
+    assert counts(sandboxes) == {"started": 3, "lost": 3, "removed": 3}
 
 
 async def test_one_that_cannot_be_removed_is_left_until_its_lease_ends(lease: Leasing, sandboxes: Sandboxes) -> None:

@@ -25,7 +25,8 @@ from kuberoll_api.sandboxes import (
     TOKEN_VARIABLE,
     SandboxRequest,
 )
-from kuberoll_workers.sandboxes.driver import SandboxSpec
+from kuberoll_workers.data.causes import Evidence
+from kuberoll_workers.sandboxes.driver import Ending, SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.guest import settings as guest_settings
 from kuberoll_workers.sandboxes.guest.settings import VARIABLE, Settings
@@ -100,6 +101,31 @@ async def test_a_worker_without_a_broker_says_what_is_missing(missing: str) -> N
             await asked
     await driver.remove("sb-1")
     await driver.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (
+            {"state": "Ended", "reason": "Evicted; the node was low on memory", "event": "Evicted"},
+            Ending("Evicted; the node was low on memory", Evidence(event="Evicted")),
+        ),
+        ({"state": "Ended", "reason": "of an older broker"}, Ending("of an older broker")),
+        ({"state": "Running", "address": "10.0.0.1:8791"}, Ending("its pod seems to run")),
+        (503, None),
+        (404, None),
+        (None, None),
+        (b"no JSON", None),
+    ],
+)
+async def test_the_broker_is_asked_what_became_of_a_sandbox(answer: Any, expected: Ending | None) -> None:
+    broker = FakeBroker(get=[204, answer])
+    async with broker.serving() as url, driver_of(url) as driver:
+        assert await driver.ending("sb-1") is None
+        await driver.check()
+        assert await driver.ending("sb-1") == expected
+    if answer is not None:
+        assert broker.asked[1][:2] == ("GET", "/v1/jobs/rollouts/tasks/sandboxes/sb-1")
 
 
 async def test_a_broker_that_is_not_there_yet_is_waited_for() -> None:

@@ -167,6 +167,23 @@ class Broker:
         lease.asked = self._clock()
         return lease.answer
 
+    async def ending(self, sandbox: str, job: Key, *, seconds: float) -> SandboxAnswer:
+        """What became of a sandbox that its worker has lost.
+
+        Args:
+            seconds: Time to wait for news of one that seems to run: who loses it may know that first.
+        """
+        key = (job.namespace, pod_name(job.name, sandbox))
+        lease = self._leases.get(key)
+        if lease is not None and lease.context.key == job:
+            if lease.answer.state == "Running" and lease.task is not None:
+                await asyncio.wait((lease.task,), timeout=seconds)
+            return lease.answer
+        pod = self.pods.get(key)
+        if pod is not None and pod.job == job:
+            return pod.answer
+        return SandboxAnswer(state="Ended", reason="there is no pod of it")
+
     async def release(self, sandbox: str, job: Key) -> None:
         """Remove a sandbox.
 
@@ -410,7 +427,7 @@ class Broker:
                 event.clear()
                 pod = self.pods.get(lease.key)
                 if pod is None:
-                    lease.say(SandboxAnswer(state="Ended", reason="its pod was deleted"))
+                    lease.say(SandboxAnswer(state="Ended", reason="its pod was deleted", event="Deleted"))
                     return
                 if self._is_another_image(lease, pod):
                     # Under another user than its image says, nothing in it counts.

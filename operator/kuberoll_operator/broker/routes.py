@@ -40,6 +40,7 @@ class BrokerRoutes:
         return [
             web.get(_JOB, self._known(self._greet)),
             web.put(f"{_JOB}/sandboxes/{{name}}", self._known(self._want)),
+            web.get(f"{_JOB}/sandboxes/{{name}}", self._known(self._ending)),
             web.delete(f"{_JOB}/sandboxes/{{name}}", self._known(self._release)),
             web.put(f"{_JOB}/workers/{{name}}", self._known(self._renew)),
         ]
@@ -78,8 +79,11 @@ class BrokerRoutes:
             context = self._jobs.usable(job)
         except UnusableJob as error:
             return _answer(SandboxAnswer(state="Refused", reason=str(error)))
-        seconds = _WAIT.validate_python(request.query.get("wait", WAIT_SECONDS))
-        return _answer(await self._broker.want(name, wanted, context, seconds=max(0.0, min(seconds, WAIT_SECONDS))))
+        return _answer(await self._broker.want(name, wanted, context, seconds=_seconds(request)))
+
+    async def _ending(self, request: web.Request, _: Object) -> web.StreamResponse:
+        name = _NAME.validate_python(request.match_info["name"])
+        return _answer(await self._broker.ending(name, _job(request), seconds=_seconds(request)))
 
     async def _release(self, request: web.Request, _: Object) -> web.StreamResponse:
         await self._broker.release(_NAME.validate_python(request.match_info["name"]), _job(request))
@@ -90,6 +94,12 @@ class BrokerRoutes:
         worker = _WORKER.validate_python(request.match_info["name"])
         self._broker.renew(_job(request), worker, frozenset(has.names))
         return web.Response(status=204)
+
+
+def _seconds(request: web.Request) -> float:
+    """The time that an answer may take; anything that is not one is refused."""
+    seconds: float = _WAIT.validate_python(request.query.get("wait", WAIT_SECONDS))
+    return max(0.0, min(seconds, WAIT_SECONDS))
 
 
 def _job(request: web.Request) -> Key:

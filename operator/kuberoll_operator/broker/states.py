@@ -38,9 +38,10 @@ def answer_of(pod: Mapping[str, Any]) -> SandboxAnswer:
     metadata, status = pod["metadata"], pod.get("status") or {}
     phase = status.get("phase")
     if phase in ("Failed", "Succeeded"):
-        return _answer("Refused" if _never_started(status) else "Ended", _end(status))
+        return _ended(status)
     if metadata.get("deletionTimestamp"):
-        return _answer("Ended", f"its pod is being deleted{_disruption(status)}")
+        words = f"its pod is being deleted{_disruption(status)}"
+        return _answer("Ended", words, str(_disruption_target(status).get("reason") or "Deleted"))
     if (refused := _refusal(status)) is not None:
         return _answer("Refused", refused)
     for container in _containers(status, "containerStatuses"):
@@ -49,7 +50,7 @@ def answer_of(pod: Mapping[str, Any]) -> SandboxAnswer:
         state = container.get("state") or {}
         if state.get("terminated"):
             # The pod's phase follows later.
-            return _answer("Refused" if _never_started(status) else "Ended", _end(status))
+            return _ended(status)
         if state.get("running"):
             if address := status.get("podIP"):
                 host = f"[{address}]" if ":" in address else address
@@ -81,8 +82,22 @@ def waits_for_a_node(pod: Mapping[str, Any]) -> bool:
     return condition(pod.get("status") or {}, "PodScheduled").get("status") == "False"
 
 
-def _answer(state: Any, reason: str) -> SandboxAnswer:
-    return SandboxAnswer(state=state, reason=reason[:_CHARACTERS])
+def _answer(state: Any, reason: str, event: str = "") -> SandboxAnswer:
+    return SandboxAnswer(state=state, reason=reason[:_CHARACTERS], event=event[:_CHARACTERS])
+
+
+def _ended(status: Mapping[str, Any]) -> SandboxAnswer:
+    return _answer("Refused" if _never_started(status) else "Ended", _end(status), _event(status))
+
+
+def _event(status: Mapping[str, Any]) -> str:
+    """The word for a pod's end: its own, else that of a disruption, else its container's."""
+    own = [
+        str(((container.get("state") or {}).get("terminated") or {}).get("reason") or "")
+        for container in _containers(status, "containerStatuses")
+        if container.get("name") == CONTAINER
+    ]
+    return next(filter(None, (status.get("reason"), _disruption_target(status).get("reason"), *own)), "")
 
 
 def _end(status: Mapping[str, Any]) -> str:
@@ -148,10 +163,14 @@ def _wait(status: Mapping[str, Any]) -> str:
 
 
 def _disruption(status: Mapping[str, Any]) -> str:
+    found = _disruption_target(status)
+    return f" ({found.get('reason')}: {found.get('message')})" if found else ""
+
+
+def _disruption_target(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Kubernetes' condition of a pod that is taken away; empty if it is not."""
     found = condition(status, "DisruptionTarget")
-    if found.get("status") != "True":
-        return ""
-    return f" ({found.get('reason')}: {found.get('message')})"
+    return found if found.get("status") == "True" else {}
 
 
 def _all(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

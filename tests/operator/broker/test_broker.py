@@ -95,6 +95,42 @@ def test_a_sandbox_is_made_once_and_removed_once() -> None:
     played(play)
 
 
+def test_a_worker_learns_what_became_of_a_sandbox_that_it_has_lost() -> None:
+    async def play(world: World) -> None:
+        clock = world.server.now
+        await world.ask()
+        began = clock()
+        assert (await world.broker.ending("sb-1", JOB, seconds=3)).state == "Running"
+        assert clock() - began == pytest.approx(3)
+        # Its worker knows first, as its connections break.
+        asked = asyncio.create_task(world.broker.ending("sb-1", JOB, seconds=3))
+        await asyncio.sleep(1)
+        world.server.end(PLACE)
+        found = await asked
+        assert (found.state, found.event) == ("Ended", "Evicted")
+        assert found.reason == "Evicted; the node was low on memory"
+        assert clock() - began < 5
+        # Another broker knows it from the pod.
+        await world.restart()
+        world.server.watched_by(world.broker)
+        assert await world.broker.ending("sb-1", JOB, seconds=3) == found
+        for name, job in (("sb-1", Key(NAMESPACE, "others")), ("sb-2", JOB)):
+            nothing = await world.broker.ending(name, job, seconds=3)
+            assert (nothing.state, nothing.reason) == ("Ended", "there is no pod of it")
+
+    played(play)
+
+
+def test_a_pod_that_is_deleted_by_others_is_no_riddle() -> None:
+    async def play(world: World) -> None:
+        await world.ask()
+        world.server.vanish(PLACE)
+        found = await world.broker.ending("sb-1", JOB, seconds=3)
+        assert (found.state, found.event, found.reason) == ("Ended", "Deleted", "its pod was deleted")
+
+    played(play)
+
+
 def test_whoever_waits_is_told_why() -> None:
     async def play(world: World) -> None:
         first = await world.ask(seconds=0.001)

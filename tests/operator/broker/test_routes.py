@@ -39,6 +39,10 @@ class Notes:
         assert seconds == 20
         return SandboxAnswer(state="Running", address="10.0.0.1:8791")
 
+    async def ending(self, sandbox: str, job: Key, *, seconds: float) -> SandboxAnswer:
+        self.asked.append(("ending", sandbox, job, seconds))
+        return SandboxAnswer(state="Ended", reason="evicted", event="Evicted")
+
     async def release(self, sandbox: str, job: Key) -> None:
         self.asked.append(("release", sandbox, job))
         if self.error is not None:
@@ -85,12 +89,16 @@ async def test_what_workers_ask_is_answered() -> None:
     async with running() as place:
         assert await place.ask("GET", "/v1/jobs/rollouts/tasks") == (204, "")
         found = await place.ask("PUT", "/v1/jobs/rollouts/tasks/sandboxes/sb-1", BODY)
-        assert found == (200, {"state": "Running", "address": "10.0.0.1:8791", "reason": ""})
+        assert found == (200, {"state": "Running", "address": "10.0.0.1:8791", "reason": "", "event": ""})
+        found = await place.ask("GET", "/v1/jobs/rollouts/tasks/sandboxes/sb-1?wait=2.5")
+        assert found == (200, {"state": "Ended", "address": None, "reason": "evicted", "event": "Evicted"})
+        assert (await place.ask("GET", "/v1/jobs/rollouts/tasks/sandboxes/sb-1?wait=long"))[0] == 400
         assert await place.ask("DELETE", "/v1/jobs/rollouts/tasks/sandboxes/sb-1") == (204, "")
         names = json.dumps({"names": ["sb-1", "sb-2"], "ofANewerRelease": 1})
         assert await place.ask("PUT", f"/v1/jobs/rollouts/tasks/workers/{WORKER}", names) == (204, "")
         assert place.broker.asked == [
             ("want", "sb-1", "example.org/task:1", JOB),
+            ("ending", "sb-1", JOB, 2.5),
             ("release", "sb-1", JOB),
             ("renew", JOB, WORKER, frozenset({"sb-1", "sb-2"})),
         ]

@@ -57,6 +57,18 @@ EXPECTED = {
 }
 
 
+EVENTS = {
+    "out-of-memory": "OOMKilled",
+    "late": "DeadlineExceeded",
+    "init-failed": "",
+    "ended": "Completed",
+    "failed": "Error",
+    "no-program": "StartError",
+    "leaving": "Deleted",
+}
+"""Kubernetes' own words for ends; of others there are none."""
+
+
 def test_all_that_was_recorded_is_looked_at() -> None:
     assert {path.stem for path in PODS.glob("*.json")} == set(EXPECTED)
 
@@ -69,6 +81,7 @@ def test_a_pod_says_what_became_of_its_sandbox(name: str) -> None:
     assert answer.state == state
     assert words in answer.reason
     assert (answer.address is None) == (state != "Running")
+    assert answer.event == EVENTS.get(name, "")
 
 
 def test_the_address_is_the_pods() -> None:
@@ -93,6 +106,7 @@ def test_why_a_pod_is_deleted_by_others_is_said() -> None:
     found = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "preempting"}
     pod["status"]["conditions"].append(found)
     assert answer_of(pod).reason == "its pod is being deleted (PreemptionByScheduler: preempting)"
+    assert answer_of(pod).event == "PreemptionByScheduler"
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ _NAMES: Final = {
     "exit_code": "exit code",
     "signal": "signal",
     "error": "system error",
+    "event": "event",
 }
 
 

@@ -96,12 +96,14 @@ class Evidence:
         exit_code: Of the process that ended.
         signal: Name of the signal that ended it.
         error: Symbolic name of the system's error, such as ECONNREFUSED.
+        event: Kubernetes' word for what became of a pod, such as Evicted.
     """
 
     http_status: int | None = None
     exit_code: int | None = None
     signal: str | None = None
     error: str | None = None
+    event: str | None = None
 
     def as_json(self) -> dict[str, Any] | None:
         """The fields that say something; None: there are none."""
@@ -113,6 +115,7 @@ class Evidence:
             self,
             signal=None if self.signal is None else printable(self.signal, MAX_WORD),
             error=None if self.error is None else printable(self.error, MAX_WORD),
+            event=None if self.event is None else printable(self.event, MAX_WORD),
         )
 
     def __bool__(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from kuberoll_workers.data.causes import NO_EVIDENCE, Evidence
 from kuberoll_workers.sandboxes.connection import Ticket
 
 Network = Literal["None", "All"]
@@ -49,6 +50,14 @@ class SandboxSpec:
     total_seconds: float = 86_400.0
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What became of a sandbox that is lost."""
+
+    text: str
+    evidence: Evidence = NO_EVIDENCE
+
+
 class Driver(Protocol):
     """Makes sandboxes and removes them.
 
@@ -86,6 +95,10 @@ class Driver(Protocol):
             SandboxUnavailable: It cannot be made.
             SandboxLost: It ended while it started.
         """
+        ...
+
+    async def ending(self, name: str) -> Ending | None:
+        """What became of a sandbox that is lost, as far as whoever made it knows; None: nothing is known."""
         ...
 
     async def remove(self, name: str) -> None:

@@ -28,6 +28,7 @@ _PARALLEL_STARTS: Final = 8
 _PATIENCE_SECONDS: Final = 30.0
 # A missed answer may be a busy machine's; the lease has room for this many.
 _PINGS_PER_LEASE: Final = 4
+_EXPLANATION_SECONDS: Final = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -167,16 +168,16 @@ class Sandboxes:
                 yield lease
                 # A result counts only if its sandbox was there all the time.
                 await lease.check()
-            except SandboxLost:
+            except SandboxLost as lost:
                 meters.add(metrics.SANDBOXES_LOST)
-                raise
+                raise await self._explained(name, lost) from lost
             except Exception as error:
                 # Whatever it looks like to whom it happened: if the sandbox is gone, that is the reason.
                 try:
                     await lease.check()
                 except SandboxLost as lost:
                     meters.add(metrics.SANDBOXES_LOST)
-                    raise lost from error
+                    raise await self._explained(name, lost) from error
                 raise
             finally:
                 using.close()
@@ -193,6 +194,16 @@ class Sandboxes:
                     ahead_seconds=max(0.0, needed - ready),
                     left=left,
                 )
+
+    async def _explained(self, name: str, lost: SandboxLost) -> SandboxLost:
+        """A loss with what whoever made the sandbox knows of it."""
+        try:
+            async with asyncio.timeout(_EXPLANATION_SECONDS):
+                ending = await self._driver.ending(name)
+        except Exception as error:
+            _log.info("what became of the sandbox %s is not known: %s", name, error)
+            return lost
+        return lost if ending is None else SandboxLost(f"{lost}; {ending.text}", evidence=ending.evidence)
 
     async def close(self) -> None:
         """Remove all sandboxes."""

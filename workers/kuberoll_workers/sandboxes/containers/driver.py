@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from kuberoll_workers.data.causes import Evidence
 from kuberoll_workers.data.extras import installation
 from kuberoll_workers.sandboxes.connection import Ticket, connect
 from kuberoll_workers.sandboxes.containers import body, owners
@@ -23,7 +24,7 @@ from kuberoll_workers.sandboxes.containers.engine import THREADS, Engine, open_e
 from kuberoll_workers.sandboxes.containers.images import HOST_REFUSED, EngineImage, obtain
 from kuberoll_workers.sandboxes.containers.output import Output
 from kuberoll_workers.sandboxes.containers.sockets import NAME, Sockets, base_of, bases, remove_leftovers
-from kuberoll_workers.sandboxes.driver import SandboxSpec
+from kuberoll_workers.sandboxes.driver import Ending, SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.guest.settings import Settings
 from kuberoll_workers.sandboxes.images.references import HOST
@@ -110,6 +111,21 @@ class DockerDriver:
                 f"the sandbox {name} of {spec.image} did not start within {spec.start_seconds:g} s; if its image is "
                 "large, pull it before (docker pull, podman pull), or allow more time"
             ) from error
+
+    async def ending(self, name: str) -> Ending | None:
+        """See `Driver.ending`."""
+        if (ready := self._ready) is None:
+            return None
+        try:
+            state = (await self._in_thread(ready.client.inspect_container, f"{_NAMES}{name}"))["State"]
+        except Exception:
+            # Each engine's library has exceptions of its own, and the container may be gone.
+            return None
+        if state.get("Running"):
+            return Ending("its container seems to run")
+        code, killed = state.get("ExitCode"), bool(state.get("OOMKilled"))
+        words = f"its container ended with exit code {code}" + (", for want of memory" if killed else "")
+        return Ending(words, Evidence(exit_code=code, event="OOMKilled" if killed else None))
 
     async def remove(self, name: str) -> None:
         """See `Driver.remove`."""

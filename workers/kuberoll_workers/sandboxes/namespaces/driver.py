@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.sandboxes.connection import Ticket, connect
-from kuberoll_workers.sandboxes.driver import SandboxSpec
+from kuberoll_workers.sandboxes.driver import Ending, SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.guest.settings import Settings
 from kuberoll_workers.sandboxes.images.errors import ImageError
@@ -136,6 +136,10 @@ class NamespaceDriver:
                 await asyncio.shield(self.remove(name))
             raise
         return ticket
+
+    async def ending(self, name: str) -> Ending | None:  # noqa: ARG002
+        """See `Driver.ending`."""
+        return None
 
     async def remove(self, name: str) -> None:
         """See `Driver.remove`."""

@@ -74,7 +74,22 @@ class BrokerClient:
             SandboxUnavailable, BrokerUnreachable: As for `check`.
         """
         body = request.model_dump_json(by_alias=True, exclude_defaults=True)
-        text = await self._request("PUT", f"/sandboxes/{name}?wait={wait:g}", body, seconds=wait + _SECONDS)
+        return self._answer(
+            await self._request("PUT", f"/sandboxes/{name}?wait={wait:g}", body, seconds=wait + _SECONDS)
+        )
+
+    async def ending(self, name: str, *, wait: float) -> SandboxAnswer:
+        """Ask what became of a sandbox that is lost.
+
+        Args:
+            wait: Seconds for which the broker waits for news of it.
+
+        Raises:
+            SandboxUnavailable, BrokerUnreachable: As for `check`.
+        """
+        return self._answer(await self._request("GET", f"/sandboxes/{name}?wait={wait:g}", seconds=wait + _SECONDS))
+
+    def _answer(self, text: str) -> SandboxAnswer:
         try:
             return SandboxAnswer.model_validate_json(text)
         except ValidationError as error:

@@ -30,9 +30,10 @@ from kuberoll_api.sandboxes import (
     SandboxRequest,
     WorkerSandboxes,
 )
+from kuberoll_workers.data.causes import Evidence
 from kuberoll_workers.data.extras import installation
 from kuberoll_workers.sandboxes.connection import Ticket, connect
-from kuberoll_workers.sandboxes.driver import SandboxSpec
+from kuberoll_workers.sandboxes.driver import Ending, SandboxSpec
 from kuberoll_workers.sandboxes.errors import SandboxError, SandboxLost, SandboxUnavailable
 from kuberoll_workers.sandboxes.guest.settings import Settings
 from kuberoll_workers.sandboxes.keys import Key, context_of, make_key
@@ -49,6 +50,8 @@ _ATTEMPT_SECONDS: Final = 2.0
 _FIRST_SECONDS: Final = 60.0
 # Most have started by then; what the others wait for is known, however short their time is.
 _FIRST_WAIT: Final = 5.0
+# The kubelet tells of a container's end a moment after its connections break.
+_NEWS_SECONDS: Final = 3.0
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +130,19 @@ class PodDriver:
         except BaseException:
             await asyncio.shield(self._undo(name))
             raise
+
+    async def ending(self, name: str) -> Ending | None:
+        """See `Driver.ending`."""
+        if self._ready is None:
+            return None
+        try:
+            answer = await self._ready.client.ending(name, wait=_NEWS_SECONDS)
+        except (BrokerUnreachable, SandboxUnavailable):
+            return None
+        if answer.state == "Running":
+            # A node that is gone is noticed later.
+            return Ending("its pod seems to run")
+        return Ending(answer.reason, Evidence(event=answer.event or None))
 
     async def remove(self, name: str) -> None:
         """See `Driver.remove`."""
