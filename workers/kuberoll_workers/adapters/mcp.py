@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -30,6 +31,10 @@ from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironmen
 
 _EPISODE = "mcp_episode"
 _CONNECTION_CLOSED = -32000
+
+# The SDK's, for clients that it makes itself: of a connection and a request, and of what a server streams.
+_SECONDS = 30.0
+_SECONDS_OF_A_STREAM = 300.0
 
 
 class McpServer(EnvironmentConfig):
@@ -238,12 +243,19 @@ async def _transport(spec: McpServer, stack: AsyncExitStack) -> Any:
         # The SDK passes few variables on. By this one the run's watchdog finds a server that outlives its episodes.
         run = {RUN_ID_VARIABLE: os.environ[RUN_ID_VARIABLE]} if RUN_ID_VARIABLE in os.environ else {}
         return StdioServerParameters(command=spec.command, args=spec.args, env={**run, **spec.env}, cwd=spec.cwd)
-    if not spec.headers:
-        return spec.url
     import httpx2
 
-    client = await stack.enter_async_context(httpx2.AsyncClient(headers=spec.headers))
-    return streamable_http_client(str(spec.url), http_client=client)
+    timeout = httpx2.Timeout(_SECONDS, read=_SECONDS_OF_A_STREAM)
+    client = httpx2.AsyncClient(headers=spec.headers, timeout=timeout, verify=_trust())
+    return streamable_http_client(str(spec.url), http_client=await stack.enter_async_context(client))
+
+
+@functools.cache
+def _trust() -> Any:
+    """The certificates of this machine: a session that read them for itself took longer for it than for all else."""
+    import httpx2
+
+    return httpx2.create_ssl_context()
 
 
 async def _listed(client: Any) -> list[Any]:
