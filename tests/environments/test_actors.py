@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from kuberoll_workers.environments.inline import CoroutineExecutor, InlineExecut
 from kuberoll_workers.environments.interface import EnvironmentReturn, UnusableRow
 from kuberoll_workers.environments.outcome import RowFault, StepOutcome, StepRaised, StepTimedOut
 from kuberoll_workers.environments.runner import EnvironmentRunner
+from tests.environments.ray_actors import Renewed, actor_pool
 
 
 class Unpicklable(Exception):
@@ -33,7 +34,7 @@ def returned(size: int) -> EnvironmentReturn:
     return EnvironmentReturn(observations, [None] * size, None, [1.0] * size, [True] * size)
 
 
-class Obedient:
+class Obedient(Renewed):
     """Does what each episode's metadata says, and remembers the sizes of its batches."""
 
     def __init__(self) -> None:
@@ -74,16 +75,22 @@ async def running(environment: Any, *, seconds: float = 60.0, calls: int = 1) ->
         await runner.close()
 
 
-def actor(ray: Any) -> Any:
-    return ray.remote(Obedient).options(num_cpus=0).remote()
+@pytest.fixture(scope="module")
+def actors(ray: Any) -> Iterator[Callable[[], Any]]:
+    with actor_pool(ray, Obedient) as maker:
+        yield maker
+
+
+@pytest.fixture
+def environment(actors: Any) -> Any:
+    return actors()()
 
 
 async def steps(runner: EnvironmentRunner, *orders: str) -> list[StepOutcome | BaseException]:
     return await asyncio.gather(*(runner.step([], {"do": order}) for order in orders), return_exceptions=True)
 
 
-async def test_what_waits_travels_together_and_no_thread_waits_for_it(ray: Any) -> None:
-    environment = actor(ray)
+async def test_what_waits_travels_together_and_no_thread_waits_for_it(environment: Any) -> None:
     async with running(environment) as runner:
         await runner.step([], {"do": "work"})
         threads = threading.active_count()
@@ -91,17 +98,14 @@ async def test_what_waits_travels_together_and_no_thread_waits_for_it(ray: Any) 
         assert threading.active_count() == threads
     assert all(isinstance(outcome, StepOutcome) for outcome in outcomes)
     assert await environment.sizes.remote() == [1, 32]
-    ray.kill(environment)
 
 
-async def test_several_calls_in_flight_share_what_waits(ray: Any) -> None:
-    environment = actor(ray)
+async def test_several_calls_in_flight_share_what_waits(environment: Any) -> None:
     async with running(environment, calls=4) as runner:
         await steps(runner, *["work"] * 32)
     sizes = await environment.sizes.remote()
     assert sum(sizes) == 32
     assert max(sizes) == 8
-    ray.kill(environment)
 
 
 @pytest.mark.parametrize(
@@ -114,20 +118,17 @@ async def test_several_calls_in_flight_share_what_waits(ray: Any) -> None:
     ],
 )
 async def test_an_exception_in_the_actor_is_told_in_its_own_words(
-    ray: Any, order: str, fault: type[Exception], words: str
+    environment: Any, order: str, fault: type[Exception], words: str
 ) -> None:
-    environment = actor(ray)
     async with running(environment) as runner:
         results = await steps(runner, "work", order, "work")
     assert type(results[1]) is fault
     assert words in str(results[1])
     assert [type(results[0]), type(results[2])] == [StepOutcome, StepOutcome]
-    ray.kill(environment)
 
 
 @pytest.mark.parametrize("order", ["raise", "raise unpicklable"])
-async def test_an_exception_in_the_actor_has_the_lines_of_its_own_code(ray: Any, order: str) -> None:
-    environment = actor(ray)
+async def test_an_exception_in_the_actor_has_the_lines_of_its_own_code(environment: Any, order: str) -> None:
     async with running(environment) as runner:
         (raised,) = await steps(runner, order)
     assert isinstance(raised, StepRaised)
@@ -135,11 +136,10 @@ async def test_an_exception_in_the_actor_has_the_lines_of_its_own_code(ray: Any,
     last = raised.traceback.frames[-1]
     assert (last.file, last.function, last.source[:5]) == (__file__, "step", "raise")
     assert "as told" in raised.traceback.text
-    ray.kill(environment)
 
 
 async def test_an_actor_that_dies_is_a_fault(ray: Any) -> None:
-    environment = actor(ray)
+    environment = ray.remote(Obedient).options(num_cpus=0).remote()
     async with running(environment) as runner:
         await runner.step([], {"do": "work"})
         # Unavailable is what Ray says where word of the death takes longer than a second to reach the caller.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +13,10 @@ from kuberoll_workers.adapters.nemo_rl import RolloutLimits, calculate_rewards
 from kuberoll_workers.environments import EnvironmentReturn
 from kuberoll_workers.environments.outcome import StepInvalid, StepRaised, StepTimedOut
 from tests.adapters.nemo_rl.fakes import batch_of
+from tests.environments.ray_actors import Renewed, actor_pool
 
 
-class Judge:
+class Judge(Renewed):
     """Gives the rewards that it was made with, and counts its calls."""
 
     def __init__(self, rewards: Any, *, fields: int = 5) -> None:
@@ -42,22 +43,19 @@ class Judge:
         return self.calls
 
 
+@pytest.fixture(scope="module")
+def judges(ray: Any) -> Iterator[Callable[[], Any]]:
+    with actor_pool(ray, Judge) as maker:
+        yield maker
+
+
 @pytest.fixture(params=["object", pytest.param("actor", marks=pytest.mark.ray)])
-def make(request: pytest.FixtureRequest) -> Iterator[Any]:
+def make(request: pytest.FixtureRequest) -> Any:
     """Makes environments, as objects or as Ray actors; and says how often one was called."""
     if request.param == "object":
-        yield lambda *args, **more: Judge(*args, **more), lambda environment: environment.calls
-        return
-    ray = request.getfixturevalue("ray")
-    actors: list[Any] = []
-
-    def actor(*args: Any, **more: Any) -> Any:
-        actors.append(ray.remote(Judge).options(num_cpus=0).remote(*args, **more))
-        return actors[-1]
-
-    yield actor, lambda environment: ray.get(environment.count.remote())
-    for handle in actors:
-        ray.kill(handle)
+        return lambda *args, **more: Judge(*args, **more), lambda environment: environment.calls
+    ray, judges = request.getfixturevalue("ray"), request.getfixturevalue("judges")
+    return judges(), lambda environment: ray.get(environment.count.remote())
 
 
 def test_one_task_is_one_call(make: Any) -> None:

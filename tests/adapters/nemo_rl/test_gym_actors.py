@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import pytest
 
 from kuberoll_workers.adapters.nemo_rl import RolloutLimits, run_nemo_gym_rollout_sync
 from tests.adapters.nemo_rl.fake_gym import CONFIG, Gym, Policy, Tokenizer, batch_of, result
+from tests.environments.ray_actors import Renewed, actor_pool
 
 NEMO_RL = os.environ.get("KUBEROLL_TEST_NEMO_RL", "")
 """Directories with NeMo RL's source, its recorded rollouts in `tests`, and what it imports, as in PYTHONPATH."""
 
 
-class Failing(Gym):
+class Failing(Gym, Renewed):
     """Row 1 fails in its first attempt, and in all further ones if its row says so."""
 
     def __init__(self) -> None:
@@ -34,11 +35,15 @@ class Failing(Gym):
         return self.calls
 
 
+@pytest.fixture(scope="module")
+def actors(ray: Any) -> Iterator[Callable[[], Any]]:
+    with actor_pool(ray, Failing) as maker:
+        yield maker
+
+
 @pytest.fixture
-def actor(ray: Any) -> Iterator[Any]:
-    made = ray.remote(Failing).options(num_cpus=0).remote()
-    yield made
-    ray.kill(made)
+def actor(actors: Any) -> Any:
+    return actors()()
 
 
 @pytest.mark.parametrize("broken", [False, True])

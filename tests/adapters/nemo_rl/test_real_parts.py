@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +11,12 @@ import torch
 from kuberoll_workers.adapters.nemo_rl import run_async_multi_turn_rollout, run_multi_turn_rollout
 from kuberoll_workers.adapters.nemo_rl.tokenizers import ForeignTokenizer, decode_all, pad_token_of, tokenizer_of
 from tests.adapters.nemo_rl.fakes import FAST, CharacterTokenizer, CountingEnvironment, FakePolicy, batch_of, contents
+from tests.environments.ray_actors import Renewed, actor_pool
 
 FACES = pytest.mark.parametrize("run", [run_multi_turn_rollout, run_async_multi_turn_rollout])
 
 
-class Actor(CountingEnvironment):
+class Actor(CountingEnvironment, Renewed):
     """The same environment, which may also be asked how often it was called, or fail."""
 
     def step(self, message_log_batch: list[Any], metadata: list[Any]) -> Any:
@@ -28,11 +29,15 @@ class Actor(CountingEnvironment):
         return self.batches
 
 
+@pytest.fixture(scope="module")
+def actors(ray: Any) -> Iterator[Callable[[], Any]]:
+    with actor_pool(ray, Actor) as maker:
+        yield maker
+
+
 @pytest.fixture
-def actor(ray: Any) -> Iterator[Any]:
-    made = ray.remote(Actor).options(num_cpus=0).remote()
-    yield made
-    ray.kill(made)
+def actor(actors: Any) -> Any:
+    return actors()()
 
 
 def roll(run: Any, batch: Any, environments: Any) -> Any:
