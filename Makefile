@@ -33,7 +33,7 @@ BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install install-dev demo bench train crd images release-images chart release-chart wheel docs release-docs check test test-units test-ray test-processes test-cluster cluster-faults test-long batteries lint format clean
+.PHONY: help install install-dev demo bench train crd images release-images chart release-chart wheel docs release-docs check test test-units test-ray test-processes test-cluster cluster-faults test-long batteries lint types style bytecode format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -123,8 +123,15 @@ WHOLE := $(PARALLEL) --second-chance --durations 10
 check: install-dev lint ## Check style, types and imports, and run the quick tests: some 80 seconds on two cores.
 	$(BIN)/pytest $(QUICK)
 
-test: install-dev lint ## Check and test everything but the long tests and those of the generation image.
+test: install-dev ## Check and test everything but the long tests and those of the generation image.
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types style bytecode
 	$(BIN)/pytest $(WHOLE)
+
+# In a new checkout each process of the tests would compile all that they import for itself. What cannot be imported, the
+# tests' own run tells.
+bytecode: install-dev
+	@echo $(BIN)/pytest --collect-only
+	@$(BIN)/pytest --collect-only --quiet >/dev/null 2>&1 || true
 
 # `make test` in parts, for machines side by side: each test is in one of these. Each has a machine of its own, and the
 # last builds the generation image, whose build and tests take a quarter of an hour.
@@ -149,10 +156,16 @@ test-long: install-dev ## The tests that take a minute or more, too: half an hou
 batteries: install-dev ## Delete each battery in a copy, and run the quick tests of what is left: more than an hour.
 	$(BIN)/python scripts/batteries.py
 
+# Side by side: mypy takes as long as all else and uses one core.
 lint: install-dev ## Check style, types, the import rules and the workflows of GitHub.
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types style
+
+types: install-dev
+	$(BIN)/mypy
+
+style: install-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/sizes.py
 	$(BIN)/python scripts/batteries.py --imports
