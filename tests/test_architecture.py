@@ -80,6 +80,13 @@ def test_importing_any_module_is_cheap(package: str) -> None:
     assert not loaded_by(*modules) & HEAVY
 
 
+def test_processes_of_environments_load_neither_the_model_nor_what_it_is_made_with() -> None:
+    """There are many of them, and it would take each longer than the rest."""
+    loaded = loaded_by("kuberoll_workers.environments.child")
+    assert "kuberoll_workers" in loaded
+    assert "pydantic" not in loaded
+
+
 def dataclasses_of_workers() -> dict[tuple[str, str], type]:
     """All dataclasses of kuberoll_workers and kuberoll, by module and name."""
     return {

@@ -9,14 +9,14 @@ from typing import Any, get_args
 import pytest
 
 from kuberoll_api import plugins
-from kuberoll_api.model.environments import (
+from kuberoll_api.environment_types import (
     AGENT_TYPE,
     GYM_AGENT_TYPE,
     SANDBOX_AGENT_TYPE,
     BuiltInEnvironment,
-    Environment,
     LibraryEnvironment,
 )
+from kuberoll_api.model.environments import Environment
 from kuberoll_workers.environments import (
     BUILT_INS,
     LIBRARIES,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api.model.environments import SANDBOX_AGENT_TYPE, Environment
+from kuberoll_api.environment_types import SANDBOX_AGENT_TYPE
+from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.sandboxes import Sandbox
 from kuberoll_workers.data.sandbox_uses import SandboxUse, SandboxUses, uses_of
 from kuberoll_workers.environments.agents.request import AgentRequest

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 
+from kuberoll_api.environment_types import AGENT_TYPE, GYM_AGENT_TYPE, SANDBOX_AGENT_TYPE, EnvironmentType
 from kuberoll_api.model.agents import Agent
 from kuberoll_api.model.contradictions import contradiction
 from kuberoll_api.model.pods import PodOptions, Resources
@@ -144,41 +145,9 @@ class EnvironmentServers(PodOptions):
                 raise contradiction(OF_THE_TEMPLATE_MESSAGE, field.alias or name)
 
 
-BuiltInEnvironment = Literal[
-    "blackjack",
-    "calculator",
-    "code_execution",
-    "code_jaccard",
-    "grid_world",
-    "judge",
-    "judge_pairs",
-    "math",
-    "multiple_choice",
-    "reward_model",
-    "sliding_puzzle",
-    "sqlite",
-    "string_match",
-]
-
-LibraryEnvironment = Literal[
-    "gymnasium", "mcp", "nemo_gym", "openenv", "reasoning_gym", "skyrl_gym", "textarena", "verifiers"
-]
-"""Environments of other libraries, each in an extra of its own."""
-
-EnvironmentType = Literal[BuiltInEnvironment, LibraryEnvironment]
-
 SPARE_PROCESSES: Final = 3
 """Further child processes per worker while a step takes unusually long: other trajectories do not wait for one that
 hangs."""
-
-AGENT_TYPE: Final = "agent"
-"""Type of the class that runs an environment's agent; it is not a value of `type`."""
-
-GYM_AGENT_TYPE: Final = "nemo_gym_agent"
-"""Type of the class that sends an environment's rows to agent servers of NeMo Gym; it is not a value of `type`."""
-
-SANDBOX_AGENT_TYPE: Final = "sandbox_agent"
-"""Type of the class that runs an environment's agent in sandboxes; it is not a value of `type`."""
 
 _START_SECONDS: Final = 3600.0
 """Maximum duration of a sandbox's start, with the wait for others'."""

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from kuberoll_api.model.environments import LibraryEnvironment
+from kuberoll_api.environment_types import LibraryEnvironment
 from kuberoll_workers.authoring import check_environment
 
 LAKE = {

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from ruamel.yaml import YAML
 
-from kuberoll_api.model.environments import LibraryEnvironment
+from kuberoll_api.environment_types import LibraryEnvironment
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.environments import create
 

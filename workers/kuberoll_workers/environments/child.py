@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from kuberoll_api.model.environments import AGENT_TYPE
+from kuberoll_api.environment_types import AGENT_TYPE
 from kuberoll_workers.data.lasting import is_lasting
 from kuberoll_workers.data.plain import NotPlain, message_of, plain
 from kuberoll_workers.environments import messages, process_access

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from kuberoll_api.model.environments import AGENT_TYPE
+from kuberoll_api.environment_types import AGENT_TYPE
 from kuberoll_workers.data.causes import Cause, Evidence, cause_of_exit, error_name, evidence_of_exit
 from kuberoll_workers.data.tracebacks import parse_stack
 from kuberoll_workers.environments import landlock, messages, mounts, process_access

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast, get_args
 
 from kuberoll_api import plugins
-from kuberoll_api.model.environments import (
+from kuberoll_api.environment_types import (
     AGENT_TYPE,
     GYM_AGENT_TYPE,
     SANDBOX_AGENT_TYPE,
     BuiltInEnvironment,
-    Environment,
     LibraryEnvironment,
 )
 from kuberoll_workers.data.plain import message_of
@@ -92,6 +91,11 @@ class PlainSpec:
 
     @classmethod
     def of(cls, spec: EnvironmentSpec) -> Self:
+        if isinstance(spec, cls):
+            return spec
+        # Processes of environments get a plain one, and need not load the model.
+        from kuberoll_api.model.environments import Environment
+
         if isinstance(spec, Environment):
             kind, entrypoint, config = spec.constructor
             return cls(name=spec.name, type=kind, entrypoint=entrypoint, config=config)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kuberoll_api.environment_types import SANDBOX_AGENT_TYPE
 from kuberoll_api.manifest.tasks import is_task, tasks_in
-from kuberoll_api.model.environments import SANDBOX_AGENT_TYPE
 from kuberoll_workers.dataset.forms import TASK_FIELD
 from kuberoll_workers.dataset.rows import DatasetError, RowPosition
 from kuberoll_workers.harbor.configuration import FILE

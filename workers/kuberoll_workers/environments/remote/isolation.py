@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 
-from kuberoll_api.model.environments import AGENT_TYPE
+from kuberoll_api.environment_types import AGENT_TYPE
 from kuberoll_workers.environments.executor import Executor
 from kuberoll_workers.environments.isolation import RemoteEnvironment, Servers
 from kuberoll_workers.environments.process_access import ProcessAccess
