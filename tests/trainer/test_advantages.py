@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll.trainer import dr_grpo, grpo, rloo
-from kuberoll.trainer.advantages import AdvantageFunction, advantage_function
+from kuberoll.trainer.advantages import AdvantageFunction, advantage_function, short_group_factor
 
 ALL = [grpo, rloo, dr_grpo]
 rewards = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=16).map(lambda values: np.array(values, float))
@@ -60,3 +61,41 @@ def test_rewards_are_of_one_group(function: AdvantageFunction, shape: tuple[int,
 def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match="found 'ppo'; use 'grpo', 'rloo', 'dr_grpo', a function, or None"):
         advantage_function("ppo")  # type: ignore[arg-type]
+
+
+def exact_gradient(function: AdvantageFunction, chance: float, count: int, wanted: int) -> float:
+    """Mean of advantage times score (reward less `chance`), over all groups of `count` right and wrong samples."""
+    total = 0.0
+    for rewards in itertools.product((0.0, 1.0), repeat=count):
+        given = np.array(rewards)
+        likely = float(np.prod(np.where(given > 0, chance, 1 - chance)))
+        advantages = function(given) * short_group_factor(function, count, wanted)
+        total += likely * float(np.mean(advantages * (given - chance)))
+    return total
+
+
+@pytest.mark.parametrize("function", [rloo, dr_grpo])
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.8])
+def test_a_short_group_s_gradient_is_that_of_a_whole_one(function: AdvantageFunction, chance: float) -> None:
+    """Unbiased whatever is missing, if that does not depend on rewards."""
+    whole = exact_gradient(function, chance, 6, 6)
+    assert whole == pytest.approx(chance * (1 - chance) * (1 if function is rloo else 5 / 6))
+    for count in range(2, 6):
+        assert exact_gradient(function, chance, count, 6) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.8])
+def test_grpo_s_short_groups_are_nearer_to_whole_ones_than_without_the_factor(chance: float) -> None:
+    """What is left is of the standard deviation of few, which is too small on average."""
+    whole = exact_gradient(grpo, chance, 6, 6)
+    for count in range(2, 6):
+        mended = exact_gradient(grpo, chance, count, 6)
+        plain = mended / short_group_factor(grpo, count, 6)
+        assert abs(mended - whole) < abs(plain - whole)
+
+
+def test_only_means_with_the_own_reward_have_a_factor() -> None:
+    assert short_group_factor(grpo, 2, 4) == short_group_factor(dr_grpo, 2, 4) == 1.5
+    for function in (rloo, lambda rewards: rewards):
+        assert short_group_factor(function, 2, 4) == 1
+    assert [short_group_factor(grpo, count, 4) for count in (1, 4, 5)] == [1, 1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kuberoll.trainer import Batch, Group, GroupKey, InexactTrajectory, RowTooLong, grpo
+from kuberoll.trainer import Batch, Group, GroupKey, InexactTrajectory, RowTooLong, dr_grpo, grpo, rloo
 from kuberoll.trainer.batch import make_batch, require_exact
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import Branch, Timing, TrajectoryRecord
@@ -47,6 +48,16 @@ def test_a_row_has_tokens_up_to_the_last_response_each_with_what_is_known_of_it(
     assert batch.reward.tolist() == [1, 0]
     assert batch.advantages is not None
     np.testing.assert_allclose(batch.advantages, [0.5**0.5, -(0.5**0.5)], rtol=1e-5)
+
+
+def test_advantages_of_a_short_group_are_as_large_as_those_of_a_whole_one() -> None:
+    whole = group(trajectory(4, 0), trajectory(4, 1, reward=0.0))
+    short = dataclasses.replace(whole, wanted=4)
+    for function, factor in ((grpo, 1.5), (dr_grpo, 1.5), (rloo, 1.0)):
+        found = [make_batch([given], advantages=function, pad_id=0).advantages for given in (whole, short)]
+        assert found[0] is not None
+        assert found[1] is not None
+        np.testing.assert_allclose(found[1], factor * found[0])
 
 
 def test_versions_that_are_no_numbers_are_texts() -> None:

@@ -65,6 +65,24 @@ def _centered(rewards: Rewards) -> Rewards:
 
 BY_NAME: Final[dict[str, AdvantageFunction]] = {"grpo": grpo, "rloo": rloo, "dr_grpo": dr_grpo}
 
+_OWN_IN_MEAN: Final = (grpo, dr_grpo)
+
+
+def short_group_factor(function: AdvantageFunction, count: int, wanted: int) -> float:
+    """By how much advantages of a group with missing trajectories are multiplied, so that it counts like a whole one.
+
+    A mean that has a reward itself is nearer to it than that of the others: r - mean is (n - 1) / n of what `rloo`
+    gives. Of a short group it would be smaller than of a whole one for no other reason than what is missing. `rloo`,
+    and functions of the caller's own, are left as they are: 1.
+
+    Args:
+        count: Trajectories that the group has.
+        wanted: Trajectories that it should have.
+    """
+    if function not in _OWN_IN_MEAN or not 1 < count < wanted:
+        return 1.0
+    return (1 - 1 / wanted) / (1 - 1 / count)
+
 
 def advantage_function(choice: AdvantageName | AdvantageFunction | None) -> AdvantageFunction | None:
     """The function of a choice.

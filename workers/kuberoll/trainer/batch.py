@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kuberoll.trainer.advantages import AdvantageFunction
+from kuberoll.trainer.advantages import AdvantageFunction, short_group_factor
 from kuberoll.trainer.groups import Group
 from kuberoll_workers.analysis.paths import paths, until_last_response
 from kuberoll_workers.data.messages import Message
@@ -253,6 +253,8 @@ def _rows_of(
             f"advantages: for {len(rewards)} rewards of task {group.key.task_index} the function returned {found!r}; "
             "it must return one finite number for each"
         )
+    if advantages is not None:
+        found = found * short_group_factor(advantages, len(rewards), group.wanted)
     for record, advantage in zip(group.trajectories, found, strict=True):
         for number, path in paths(record):
             messages = until_last_response(path.messages)
