@@ -760,10 +760,12 @@ def test_the_documents_as_they_are_stored(tmp_path: Path) -> None:
             "seconds": {"generation": 0.0, "environment": 0.0},
         },
         "groups": {"count": 0, "equal_rewards": 0, "equal_rewards_share": None},
-        "success": None, "across_repeats": nothing, "repeats": [], "environment_metrics": None,
+        "success": None, "across_repeats": nothing, "repeats": [], "environment_metrics": None, "removal": None,
     }  # fmt: skip
     assert set(map(str, empty["fields"].values())) == {str(described(0, None))}
     across, repeats = whole.pop("across_repeats"), whole.pop("repeats")
+    # tests/analysis/test_removal.py has the rest of it.
+    assert whole.pop("removal")["removed"] == 1
     assert (across["runs"], across["mean"], across["std"], across["standard_error"]) == (
         2, 0.5, pytest.approx(math.sqrt(0.5)), pytest.approx(0.5),
     )  # fmt: skip

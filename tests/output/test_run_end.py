@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from kuberoll_api import plugins
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_workers.commands.aggregate import aggregate as aggregate_command
 from kuberoll_workers.data.record import AnyRecord, encode_line
 from kuberoll_workers.output.run_directory import AGGREGATES
 from kuberoll_workers.output.run_files import RunFiles
@@ -42,6 +44,22 @@ def test_trajectories_are_missing(tmp_path: Path) -> None:
     assert end.problem() == "3 of 6 trajectories are missing: 1 finished, 1 failed, 2 dropped"
     wanted = ended(tmp_path, record(0), trajectories=60, wanted=3).problem() or ""
     assert wanted.startswith("only 1 trajectories are kept, rollout.groups.wanted asks for 3 groups")
+
+
+def cut_by_time() -> tuple[list[AnyRecord], bytes]:
+    """Twelve pairs, of each of which one has ended in its first turn and one was cut in its seventh."""
+    kept: list[AnyRecord] = [record(task) for task in range(12)]
+    cut = [failure(task, 1, kind="operator", reason="TrajectoryDeadline", turn_count=6) for task in range(12)]
+    return kept, b"".join(map(encode_line, cut))
+
+
+def test_a_run_that_lost_its_long_trajectories_says_so(tmp_path: Path) -> None:
+    kept, cut = cut_by_time()
+    (tmp_path / "failures.jsonl").write_bytes(cut)
+    (line,) = ended(tmp_path, *kept, trajectories=24).summary
+    assert line.startswith("env: 12 of 24 trajectories were removed, and longer ones more often (p < 0.001)")
+    done = CliRunner().invoke(aggregate_command, [str(tmp_path)])
+    assert line in done.stdout
 
 
 def test_what_the_report_cannot_show_costs_the_numbers_nothing(tmp_path: Path) -> None:

@@ -100,6 +100,17 @@ async def test_a_directory(tmp_path: Path) -> None:
     assert all(isinstance(json.loads(line), dict) for line in ended.log.splitlines())
 
 
+async def test_the_log_says_what_biases_the_trajectories_that_are_kept(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    write_manifest(open_storage(str(output)), job(), planned=24)
+    cut = [failure(task, 1, kind="operator", reason="TrajectoryDeadline", turn_count=6) for task in range(12)]
+    write_atomically(output / "shard-00000.jsonl", lines([record(task) for task in range(12)]))
+    write_atomically(output / "failures.jsonl", lines(cut))
+    ended = await finished(tmp_path, config(str(output), job()))
+    assert "environment env: 12 of 24 trajectories were removed, and longer ones more often" in ended.log
+
+
 async def test_the_most_frequent_cause_names_the_line_of_code(tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.mkdir()

@@ -113,6 +113,7 @@ def end_run(
         names = [spec.name for spec in job.spec.environments]
         end.aggregates = aggregate([run], make=environment_factory(job), environments=names, observe=offer)
         end.files += end.aggregates.write_beside(run)
+        end.summary += end.aggregates.warnings()
     for name, ending in endings.items():
         if end.aggregates is None:
             end.failed_steps[name] = end.failed_steps[AGGREGATION]

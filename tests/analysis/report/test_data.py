@@ -297,7 +297,7 @@ def test_the_page_has_what_its_script_reads() -> None:
     assert set(document["numbers"]["all"]) == {
         "name", "finished", "outcomes", "causes", "other_causes", "reward", "turns", "prompt", "generated", "observed",
         "generation_seconds", "environment_seconds", "groups", "throughput", "distance", "versions",
-        "sandboxes",
+        "sandboxes", "removal",
     }  # fmt: skip
     assert unpacked(parts["index"]) == {
         "environments": ["math", "puzzle"],

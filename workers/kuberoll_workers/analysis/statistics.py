@@ -229,6 +229,62 @@ def unpaired_difference(first: Floats, second: Floats) -> Difference:
     return Difference(size, one.mean, two.mean, difference, difference - reach, difference + reach)
 
 
+class RankTest(NamedTuple):
+    """Comparison of the ranks of marked values with those of the others of their stratum.
+
+    Attributes:
+        z: Standardized sum of the marked values' ranks: above 0 if they are the larger ones.
+        marked: Number of marked values in strata that say something.
+    """
+
+    z: float
+    marked: int
+
+
+def stratified_ranks(strata: Integers, values: Floats, marked: npt.NDArray[np.bool_]) -> RankTest | None:
+    """The stratified rank-sum test of van Elteren, with ties; strata of only marked or only other values say nothing.
+
+    Source: van Elteren, "On the combination of independent two sample tests of Wilcoxon", Bull. Inst. Intern. Statist.
+    37 (1960); each stratum of n values has the weight 1 / (n + 1). The variance is that over all permutations.
+
+    Returns:
+        None if no stratum says anything.
+    """
+    order = np.lexsort((values, strata))
+    strata, values, marked = strata[order], values[order], marked[order]
+    _, first, place, sizes = np.unique(strata, return_index=True, return_inverse=True, return_counts=True)
+    # Equal values of a stratum share the mean of their ranks.
+    new = np.ones(len(values), dtype=bool)
+    new[1:] = (np.diff(strata) != 0) | (np.diff(values) != 0)
+    starts = np.flatnonzero(new)
+    ends = np.append(starts[1:], len(values))
+    shared = np.repeat((starts + ends - 1) / 2, ends - starts)
+    centered = shared - first[place] - (sizes[place] - 1) / 2
+    chosen = np.bincount(place, weights=marked)
+    squares = np.bincount(place, weights=centered**2)
+    tells = (chosen > 0) & (chosen < sizes) & (squares > 0)
+    if not tells.any():
+        return None
+    n, m = sizes[tells].astype(np.float64), chosen[tells]
+    sums = np.bincount(place, weights=centered * marked)[tells]
+    variance = m * (n - m) / (n * (n - 1)) * squares[tells]
+    z = float((sums / (n + 1)).sum() / math.sqrt((variance / (n + 1) ** 2).sum()))
+    return RankTest(z, int(m.sum()))
+
+
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """Probabilities of several tests, so that any is below a only with probability a if nothing is to be found.
+
+    Source: Holm, "A simple sequentially rejective multiple test procedure", Scand. J. Statist. 6 (1979).
+    """
+    adjusted = [0.0] * len(probabilities)
+    highest = 0.0
+    for rank, number in enumerate(sorted(range(len(probabilities)), key=probabilities.__getitem__)):
+        highest = max(highest, min(1.0, (len(probabilities) - rank) * probabilities[number]))
+        adjusted[number] = highest
+    return adjusted
+
+
 @lru_cache(maxsize=1024)
 def t_quantile(probability: float, freedom: int) -> float:
     """The quantile of Student's t, to about 12 digits.

@@ -126,6 +126,8 @@ def show(found: Aggregates, files: list[str], location: str, console: Console) -
             line(f"{number} trajectories {remark}")
     for reason, lot in found.tail.dropped.items():
         line(f"{lot.trajectories} trajectories dropped: {reason}")
+    for warning in found.warnings():
+        line(warning, "yellow")
     for file in files:
         line(f"  {file}")
 

@@ -103,6 +103,8 @@ def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
         if isinstance(missing := summary.metrics, MetricsFailure):
             text = missing.error if missing.traceback is None else f"{missing.error}\n{missing.traceback.text.rstrip()}"
             _log.warning("environment %s: its own metrics are missing: %s", name, visible(text))
+    for warning in end.aggregates.warnings():
+        _log.warning("environment %s", visible(warning))
     problem = end.problem()
     tolerated = job.spec.workers.max_failed_shards > 0
     return 0 if problem is None or tolerated else EXIT_REFUSED, finish_message(end, end.aggregates, problem or "")

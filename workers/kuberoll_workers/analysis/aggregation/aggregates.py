@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -21,8 +22,10 @@ from kuberoll_workers.analysis.aggregation.environments import (
     task_rows,
 )
 from kuberoll_workers.analysis.aggregation.sources import Contents, Dropped, Failure, read_contents
-from kuberoll_workers.analysis.aggregation.table import Frame, Table
+from kuberoll_workers.analysis.aggregation.table import REWARD, TOKENS, TURNS, Frame, Table
+from kuberoll_workers.analysis.removal import Lengths, Removal, Removed, adjust, removal_of
 from kuberoll_workers.data.record import TrajectoryKey
+from kuberoll_workers.data.stop_reasons import WHOLE_GROUP
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.run_directory import AGGREGATES, RunManifest
 from kuberoll_workers.output.run_files import RunFiles
@@ -47,6 +50,7 @@ class Aggregates:
             of groups.
         contents: The data that the numbers were computed from.
         tasks: Finished trajectories by task, for each environment.
+        removals: What was removed from each environment's; None: nothing.
     """
 
     job: str | None
@@ -55,6 +59,7 @@ class Aggregates:
     planned: int | None
     contents: Contents
     tasks: Mapping[str, Tasks]
+    removals: Mapping[str, Removal | None]
 
     @property
     def trajectories(self) -> int:
@@ -94,12 +99,21 @@ class Aggregates:
             "failed": self.failed,
             "unscored": self.unscored,
             "duplicates": self.duplicates,
-            "environments": {name: summary.as_json() for name, summary in self.summaries.items()},
+            "environments": {name: self._environment(name) for name in self.summaries},
             "tail": self.tail.as_json() if self.tail.dropped else None,
         }
         # orjson writes non-finite numbers as null.
         options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
         return orjson.dumps(document, default=plain_metric, option=options | orjson.OPT_APPEND_NEWLINE)
+
+    def warnings(self) -> list[str]:
+        """Lines about environments whose kept trajectories are biased by what was removed."""
+        lines = (item and item.warning(name) for name, item in self.removals.items())
+        return [line for line in lines if line]
+
+    def _environment(self, name: str) -> dict[str, Any]:
+        removal = self.removals[name]
+        return {**self.summaries[name].as_json(), "removal": None if removal is None else removal.as_json()}
 
     def task_lines(self) -> Iterator[bytes]:
         """Lines of `task_metrics.jsonl`, computed on demand."""
@@ -165,7 +179,7 @@ def aggregate(
     named = [*environments] or _environments(manifest)
     names = [*named, *sorted(found - set(named))]
     groups = _groups(manifest)
-    tasks, summaries = {}, {}
+    tasks, summaries, removals = {}, {}, {}
     for name in names:
         failures = {key: failure for key, failure in contents.failures.items() if failure.environment == name}
         tasks[name] = _tasks(contents.frames.get(name), failures, groups.get(name))
@@ -176,6 +190,8 @@ def aggregate(
             failures=Counter(f"{item.kind} ({item.stage}): {item.cause}" for item in failures.values()),
             dropped=Counter(item.reason for item in contents.dropped.values() if item.environment == name),
         )
+        removals[name] = _removal(tasks[name].frame, _removed(name, failures, contents.dropped))
+    adjust(removals.values())
     if make is not None:
         for name, metrics in own_metrics(contents, make).items():
             summaries[name].metrics = metrics
@@ -186,6 +202,7 @@ def aggregate(
         planned=_planned(manifest),
         contents=contents,
         tasks=tasks,
+        removals=removals,
     )
 
 
@@ -196,6 +213,41 @@ def _tasks(frame: Frame | None, failures: Mapping[TrajectoryKey, Failure], group
         np.array([key.rollout_index for key in failures], dtype=np.int64),
         group,
     )
+
+
+def _removed(
+    name: str, failures: Mapping[TrajectoryKey, Failure], dropped: Mapping[TrajectoryKey, Dropped]
+) -> list[Removed]:
+    """What was removed from an environment's trajectories; filtered groups have no advantage that could be missed."""
+    failed = [
+        Removed(
+            task=key.task_index,
+            reason=item.reason or item.kind,
+            kind=item.kind,
+            turns=item.turns,
+            tokens=item.generated_tokens,
+            with_group=item.stage == "group",
+        )
+        for key, item in failures.items()
+    ]
+    return failed + [
+        Removed(
+            task=key.task_index,
+            reason=item.reason,
+            kind="dropped",
+            turns=item.turns + (not item.finished),
+            tokens=item.generated_tokens,
+            with_group=item.reason in WHOLE_GROUP,
+        )
+        for key, item in dropped.items()
+        if item.environment == name and item.reason != "filtered"
+    ]
+
+
+def _removal(frame: Frame, removed: Sequence[Removed]) -> Removal | None:
+    column = {name: frame.columns[name].values for name in (TURNS, TOKENS[1], REWARD)}
+    kept = Lengths(tasks=frame.tasks, turns=column[TURNS].astype(np.int64), tokens=column[TOKENS[1]])
+    return removal_of(kept, column[REWARD], removed)
 
 
 def _empty() -> Frame:

@@ -22,6 +22,9 @@ class Failure(NamedTuple):
 
     Attributes:
         location: Where the code of an environment failed, `file:line in function`; empty if unknown.
+        reason: A name in `data.causes.REASONS`; empty in runs of older versions.
+        turns: The turn in which it failed; 0: before its first.
+        generated_tokens: Tokens of its responses.
         unscored: It only lacks a score.
     """
 
@@ -30,6 +33,9 @@ class Failure(NamedTuple):
     stage: str
     cause: str
     location: str
+    reason: str
+    turns: int
+    generated_tokens: int
     unscored: bool
 
 
@@ -100,22 +106,33 @@ def read_contents(runs: Sequence[RunFiles], *, observe: Callable[[EndedRecord], 
     causes = FailureCauses()
     dropped: dict[TrajectoryKey, Dropped] = {}
     texts: dict[str, str] = {}
+
+    def shared(text: str) -> str:
+        return texts.setdefault(text, text)
+
     for record in trajectories:
         if isinstance(record, TrajectoryRecord):
             table.add(record)
         elif isinstance(record, FailureRecord):
-            place = location(record.frames or ())
-            names = (record.task_name, record.kind, record.stage, record.cause, place)
             causes.add(record)
-            environment, kind, stage, cause, where = (texts.setdefault(name, name) for name in names)
-            failures[record.key] = Failure(environment, kind, stage, cause, where, record.unscored)
+            failures[record.key] = Failure(
+                environment=shared(record.task_name),
+                kind=shared(record.kind),
+                stage=shared(record.stage),
+                cause=shared(record.cause),
+                location=shared(location(record.frames or ())),
+                reason=shared(record.reason or ""),
+                turns=record.turn_count + (record.stage == "generation"),
+                generated_tokens=sum(len(message.token_ids) for message in record.messages if message.sampled),
+                unscored=record.unscored,
+            )
         else:
             dropped[record.key] = Dropped(
                 turns=record.turn_count,
                 generated_tokens=record.tokens.generated,
                 reward=record.total_reward,
-                environment=texts.setdefault(record.task_name, record.task_name),
-                reason=texts.setdefault(record.reason, record.reason),
+                environment=shared(record.task_name),
+                reason=shared(record.reason),
                 finished=record.stop_reason is not None,
             )
         if observe is not None:

@@ -40,8 +40,8 @@ def run_numbers(aggregates: Aggregates, observer: ReportObserver) -> dict[str, A
     """`{"all": …, "environments": [{"name": …}, …]}`: numbers of all environments together, and of each one.
 
     Each entry has `finished`, `outcomes` by name, `causes` of failures, a histogram for each of seven fields,
-    `groups`, `throughput` over time, policy `versions`, and `sandboxes` (None: there are none); the first one also the
-    `distance` from the bound.
+    `groups`, `throughput` over time, policy `versions`, `sandboxes` (None: there are none) and `removal` (None: nothing
+    was removed, or of several environments); the first one also the `distance` from the bound.
 
     Args:
         observer: It was offered all trajectories of the run.
@@ -51,6 +51,10 @@ def run_numbers(aggregates: Aggregates, observer: ReportObserver) -> dict[str, A
     listed = [_numbers(aggregates, observer, name, [name]) for name in names]
     everything = {**listed[0], "name": ""} if len(listed) == 1 else _numbers(aggregates, observer, "", names)
     found = distance(observer.throughput)
+    for item in (everything, *listed):
+        # Environments differ: all together say nothing.
+        removal = aggregates.removals[names[0]] if len(names) == 1 else aggregates.removals.get(item["name"])
+        item["removal"] = None if removal is None else removal.as_json()
     everything["distance"] = None if found is None else found.as_json()
     return {"all": everything, "environments": listed}
 

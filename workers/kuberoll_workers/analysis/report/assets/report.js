@@ -60,8 +60,28 @@ function charts(numbers, environments) {
     bars("How trajectories ended", "stop reasons, failures and dropped ones", "trajectories", ways),
     times(numbers.name === "" && environments.length > 1 ? environments : [numbers]),
     versions(numbers.versions),
+    removal(numbers.removal),
     failures(numbers),
   ];
+}
+
+const VERDICTS = {
+  longer: () => "long ones were removed more often: what is kept is biased",
+  exposed: ({ mean, low, high }) => `on their way: if that struck whoever was running, the kept rewards of a prompt are off by ${fixed(mean)} (${fixed(low)} to ${fixed(high)})`,
+  none: () => "no sign that it depends on length",
+  unclear: () => "whether it depends on length cannot be told from what is stored",
+};
+
+// What failures, limits and staleness removed, by the turn that it had reached.
+function removal(found) {
+  if (!found) return null;
+  const { removed, share, verdict, turns, shift } = found;
+  const caption = `${number(removed)} trajectories, ${percent(share, 1)}; ${VERDICTS[verdict](shift)}`;
+  const lines = turns.filter((line) => line.removed).map(({ from, to, reached, removed: count }) => ({
+    name: to ? `turn ${from === to ? from : `${from}–${to}`}` : "before turn 1",
+    value: count, style: "bad", more: `${percent(count, reached)} of ${number(reached)} that got so far`,
+  }));
+  return bars("What was removed, by turn", caption, "trajectories", lines);
 }
 
 async function start() {
