@@ -115,6 +115,35 @@ def test_two_rows_that_contradict_each_other_are_both_refused(tmp_path: Path) ->
     assert "rows.jsonl:3' gets 0 of 1" in found["1"]["findings"][0]["text"]
 
 
+def test_invalid_rows_are_refused_with_their_reasons_and_the_others_are_tried(tmp_path: Path) -> None:
+    job = written(
+        tmp_path,
+        [
+            ("math", {"ground_truth": "42"}, ""),
+            ("math", {}, ""),
+            ("math", {"ground_truth": "43"}, ""),
+            ("math", {}, ""),
+        ],
+    )
+    result = CliRunner().invoke(certify, [str(job), "--repetitions", "2"])
+    assert result.exit_code == 1, result.output
+    assert "refused, the row is invalid: 2 rows" in result.output
+    assert "rows.jsonl:2: metadata.ground_truth" in result.output.replace("row None: ", "")
+    assert "rows.jsonl:4: " in result.output
+    assert [(one["where"].rpartition(":")[2], one["verdict"]) for one in certificates(tmp_path)] == [
+        ("1", "certified"),
+        ("3", "certified"),
+    ]
+
+
+def test_without_a_valid_row_the_job_cannot_be_read(tmp_path: Path) -> None:
+    job = written(tmp_path, [("math", {}, "")])
+    result = CliRunner().invoke(certify, [str(job)])
+    assert result.exit_code == 2
+    assert "rows.jsonl:1: " in result.output
+    assert "there are no rows" in result.output
+
+
 def test_a_demand_is_met_and_a_changed_row_is_not(tmp_path: Path) -> None:
     good = [row for row in ROWS if row[2] == "certified" and row[0] in ("own", "math")]
     job = written(tmp_path, good)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -24,7 +25,7 @@ from kuberoll_workers.dataset.certificates import (
     rows_of,
 )
 from kuberoll_workers.dataset.inputs import scan
-from kuberoll_workers.dataset.rows import Row
+from kuberoll_workers.dataset.rows import DatasetError, Row
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.harbor.playing import Player
@@ -49,7 +50,15 @@ MakeSubject = Callable[[Row, str], Subject]
 
 
 async def certify_job(
-    job: RolloutJob, base: Path, location: str, *, repetitions: int, parallel: int, force: bool, done: Done
+    job: RolloutJob,
+    base: Path,
+    location: str,
+    *,
+    repetitions: int,
+    parallel: int,
+    force: bool,
+    done: Done,
+    invalid: Callable[[DatasetError], None],
 ) -> None:
     """Certify all rows of a job that have no valid certificate.
 
@@ -59,14 +68,15 @@ async def certify_job(
         repetitions: How often each answer is graded.
         parallel: Rows at a time.
         force: Try also rows that have a valid certificate.
+        invalid: Called with the error of each invalid row, which is then left out.
 
     Raises:
-        DatasetError: A row is invalid.
+        DatasetError: The dataset cannot be read, or there are no valid rows.
         UnusableEnvironment: An environment cannot be created.
         NotWritable: The file cannot be written.
     """
     environment = isolated_environment_factory(job, protected=())
-    scan(job, base=base, environment=environment)
+    scan(job, base=base, environment=environment, refused=invalid)
     graders = graders_of(job, remote_digests(job))
     reasons = {spec.name: reason for spec in job.spec.environments if (reason := _why_not(spec)) is not None}
     async with AsyncExitStack() as stack:
@@ -74,10 +84,11 @@ async def certify_job(
         runners = await stack.enter_async_context(open_environments(_without(job, reasons)))
         players = {spec.name: await _player(spec, stack) for spec in job.spec.environments if spec.sandbox is not None}
         known = Certificates(read_certificates(location))
-        twins = Twins(lambda: rows_of(job, base=base, environment=environment))
+        rows = functools.partial(rows_of, job, base=base, environment=environment, leave_out=True)
+        twins = Twins(rows)
 
         def subjects() -> Iterator[Subject]:
-            for number, row in enumerate(rows_of(job, base=base, environment=environment)):
+            for number, row in enumerate(rows()):
                 others = twins.of(number, row)
                 digest = row_digest(row, base)
                 valid = known.valid(digest, row.task_name, graders[row.task_name], repetitions=repetitions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ def certify(
     was found is written as a certificate of each row, beside the dataset. Rows that have a valid one are not tried
     again. `dataset.certify` in the job has a run demand them.
 
-    The exit code is 0 if no row is refused, 1 if one is, and 2 if the job cannot be read.
+    The exit code is 0 if no row is refused, 1 if one is or is invalid, and 2 if the job cannot be read.
 
     \b
     Examples:
@@ -86,6 +87,7 @@ def certify(
     console = Console(highlight=False, stderr=True)
     location = location_of(job, base) if certificates is None else resolve_uri(certificates, Path.cwd())
     found: list[Certificate] = []
+    invalid: list[str] = []
     try:
         with console.status("certifying") as status:
 
@@ -102,20 +104,24 @@ def certify(
                     parallel=parallel or os.cpu_count() or 1,
                     force=force,
                     done=done,
+                    invalid=lambda error: invalid.append(with_frames(error)),
                 )
             )
     except (DatasetError, UnusableEnvironment) as error:
-        click.echo(visible(with_frames(error)), err=True)
+        # That rows are invalid may be why there are none.
+        click.echo(visible("\n".join([*invalid[:_MOST_ROWS], with_frames(error)])), err=True)
         sys.exit(2)
     except NotWritable as error:
         click.echo(visible(str(error)), err=True)
         sys.exit(2)
-    _print(Console(highlight=False), job, found, location)
-    wrong = any(one.verdict == "refused" or (strict and one.verdict == "unproven") for one in found)
+    _print(Console(highlight=False), job, found, invalid, location)
+    wrong = bool(invalid) or any(one.verdict == "refused" or (strict and one.verdict == "unproven") for one in found)
     sys.exit(1 if wrong else 0)
 
 
-def _print(console: Console, job: RolloutJob, found: Sequence[Certificate], location: str) -> None:
+def _print(
+    console: Console, job: RolloutJob, found: Sequence[Certificate], invalid: Sequence[str], location: str
+) -> None:
     """Print a table by environment, and what was found by its class."""
     from rich import box
     from rich.table import Table
@@ -133,7 +139,9 @@ def _print(console: Console, job: RolloutJob, found: Sequence[Certificate], loca
         verdicts = (f"{counts[verdict]:,}" for verdict in ("certified", "refused", "unproven"))
         table.add_row(spec.name, f"{len(own):,}", *verdicts, f"{sum(one.seconds for one in own):,.1f}")
     console.print(table)
-    for line in _lines(found):
+    if invalid:
+        console.print(Text(visible(f"refused, the row is invalid: {_rows(len(invalid))}")), soft_wrap=True)
+    for line in itertools.chain(_first(invalid), _lines(found)):
         console.print(Text(visible(line)), soft_wrap=True)
     console.print(Text(f"  {location}"), soft_wrap=True)
 
@@ -155,20 +163,24 @@ def _lines(found: Sequence[Certificate]) -> Iterator[str]:
     for kind, words in CLASSES.items():
         if rows := refusals.get(kind):
             yield f"refused, {words} ({kind}): {_rows(len(rows))}"
-            yield from _first(rows)
+            yield from _first(_placed(rows))
     if warnings:
         yield f"to look at: {_rows(len(warnings))}"
-        yield from _first(warnings)
+        yield from _first(_placed(warnings))
     for reason, places in unproven.items():
         more = f" and {len(places) - _MOST_ROWS:,} more" if len(places) > _MOST_ROWS else ""
         yield f"unproven, {reason}: {_rows(len(places))} ({', '.join(places[:_MOST_ROWS])}{more})"
 
 
-def _first(rows: Mapping[str, str]) -> Iterator[str]:
-    for where, text in list(rows.items())[:_MOST_ROWS]:
-        yield f"  {where}: {text}"
-    if len(rows) > _MOST_ROWS:
-        yield f"  and {len(rows) - _MOST_ROWS:,} more"
+def _placed(rows: Mapping[str, str]) -> list[str]:
+    return [f"{where}: {text}" for where, text in rows.items()]
+
+
+def _first(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines[:_MOST_ROWS]:
+        yield f"  {line}"
+    if len(lines) > _MOST_ROWS:
+        yield f"  and {len(lines) - _MOST_ROWS:,} more"
 
 
 def _rows(count: int) -> str:

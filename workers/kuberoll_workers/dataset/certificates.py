@@ -20,7 +20,8 @@ from kuberoll_api.manifest.certificates import certificates_file
 from kuberoll_api.manifest.tasks import directories_of, files_of_task
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.dataset.inputs import prompt_groups
+from kuberoll_workers.dataset.expansion import expand
+from kuberoll_workers.dataset.inputs import checked_rows, prompt_groups, repeats_of
 from kuberoll_workers.dataset.reading import EnvironmentSource
 from kuberoll_workers.dataset.rows import DatasetError, Row
 from kuberoll_workers.dataset.sources import resolve_path, resolve_uri
@@ -330,15 +331,22 @@ def coverage(
     return found
 
 
-def rows_of(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> Iterator[Row]:
+def rows_of(job: RolloutJob, *, base: Path, environment: EnvironmentSource, leave_out: bool = False) -> Iterator[Row]:
     """The rows of a job's tasks, each task once.
+
+    Args:
+        leave_out: Leave out invalid rows.
 
     Raises:
         DatasetError: A row is invalid.
     """
     expected = itertools.count()
     number = next(expected)
-    for group in prompt_groups(job, base=base, environment=environment, epochs=1):
+    groups = prompt_groups(job, base=base, environment=environment, epochs=1)
+    if leave_out:
+        valid = checked_rows(job, base=base, environment=environment, refused=lambda error: None)  # noqa: ARG005
+        groups = expand(valid, repeats_of(job))
+    for group in groups:
         if group.task_index == number:
             number = next(expected)
             yield group.row

@@ -208,20 +208,7 @@ def scan(
         DatasetError: A row is invalid, or there are no rows.
     """
     digest = hashlib.blake2b(digest_size=16)
-    checks = _row_checks(job)
-
     blocks: list[str] = []
-
-    def checked() -> Iterator[Row]:
-        for row in _rows(job, base, environment, refused):
-            try:
-                checks.check(row)
-            except DatasetError as error:
-                if refused is None:
-                    raise
-                refused(error)
-            else:
-                yield row
 
     def watched(rows: Iterator[Row]) -> Iterator[Row]:
         for block in _blocks(rows):
@@ -236,7 +223,8 @@ def scan(
     counts = {item.name: 0 for item in job.spec.environments}
     sources = {part.name: 0 for part in job.spec.dataset.sources}
     oversample = job.spec.rollout.groups.oversample
-    for group in expand(watched(checked()), repeats_of(job), oversample=oversample):
+    valid = checked_rows(job, base=base, environment=environment, refused=refused)
+    for group in expand(watched(valid), repeats_of(job), oversample=oversample):
         rows += 1
         tasks = max(tasks, group.task_index + 1)
         rows_of_shards[shard_of(group.task_index, shards)] += 1
@@ -261,6 +249,33 @@ def scan(
         tools_at=tools_at,
         rows_of_shards=rows_of_shards if job.spec.rollout.on_policy is not None else None,
     )
+
+
+def checked_rows(
+    job: RolloutJob,
+    *,
+    base: Path,
+    environment: EnvironmentSource,
+    refused: Callable[[DatasetError], None] | None = None,
+) -> Iterator[Row]:
+    """All rows of a job in order that are valid, also for the environments that will score them.
+
+    Args:
+        refused: As in `scan`.
+
+    Raises:
+        DatasetError: A row is invalid.
+    """
+    checks = _row_checks(job)
+    for row in _rows(job, base, environment, refused):
+        try:
+            checks.check(row)
+        except DatasetError as error:
+            if refused is None:
+                raise
+            refused(error)
+        else:
+            yield row
 
 
 def _row_checks(job: RolloutJob) -> RowChecks:
