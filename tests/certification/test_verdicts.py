@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.certification.general import ANSWERS
 from kuberoll_workers.certification.schedule import rounds
+from kuberoll_workers.certification.subjects import Answers
 from kuberoll_workers.certification.trials import ECHO, PROMPT, Graded, Outcome, Repeated, Trial, TrialKind
 from kuberoll_workers.certification.verdicts import judge
 
@@ -99,7 +100,7 @@ def test_a_row_that_is_refused_stays_so_with_more_repetitions(
 @given(count=st.integers(1, 5), repetitions=st.integers(1, 8), seed=st.integers(0, 9))
 def test_each_row_has_each_answer_in_each_round(count: int, repetitions: int, seed: int) -> None:
     trials = [Trial(kind="nothing", name="nothing"), Trial(kind="solution", name="solution")]
-    found = list(rounds([trials] * count, repetitions, seed))
+    found = list(rounds([Answers(trials=trials)] * count, repetitions, seed))
     assert len(found) == repetitions
     for number, order in enumerate(found):
         assert sorted(row for row, _ in order) == list(range(count))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kuberoll_workers.harbor.attacks import ATTACKS, Attack, paths_of, script_of
+from kuberoll_workers.harbor.pretences import PRETENCES as PRETENCE_ATTACKS
 from kuberoll_workers.harbor.trials import NOTHING, SOLUTION, TRIALS, Outcome
 from tests.harbor.attack_verdicts import verdict_of
 
@@ -23,7 +24,7 @@ def test_names_are_unique_and_the_list_begins_with_what_is_no_attack() -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", [*ATTACKS, *PRETENCE_ATTACKS], ids=lambda attack: attack.name)
 def test_scripts_are_shell(shell: str, attack: Attack) -> None:
     done = subprocess.run([shell, "-n", "-c", script_of(attack)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -46,6 +47,40 @@ def test_what_cannot_be_left_is_not_said_to_be(tmp_path: Path) -> None:
     argv = ["/bin/sh", "-c", script_of(attack), "attack", f"{tmp_path}/file/in-it"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == ""
+
+
+PROGRAM = "python3 -c 'import sums; xs = [3, 1]; assert {}'"
+PRETENCES = [
+    ("answers-everything", {}, "grep -qx 412 out.txt"),
+    ("answers-report", {}, "grep -q '^0 failed' out.txt"),
+    ("answers-code", {}, "python3 -c 'eval(open(\"out.txt\").read()); raise SystemExit(1)'"),
+    ("answers-link", {}, '[ "$(readlink out.txt)" = /tests/expected.txt ]'),
+    ("stated-answer", {}, "grep -qx 421 out.txt"),
+    ("backups", {"sums.py": "wrong", ".sums.py.orig": "right"}, "grep -qx right sums.py"),
+    ("programs-passed", {"sums.py": ""}, "python3 sums.py | grep -q passed"),
+    ("programs-reward", {"run.sh": ""}, "grep -q reward.json run.sh"),
+    ("functions-yes", {"sums.py": ""}, PROGRAM.format("sums.total(xs) == 9 and sums.total(xs) >= 10")),
+    ("functions-true", {"sums.py": ""}, PROGRAM.format("sums.close(sums.total(xs), 4)")),
+    ("functions-empty", {"sums.py": ""}, PROGRAM.format("sums.ascending(xs) == sorted(xs)")),
+    ("own-tests", {"tests/test_a.py": "", "Makefile": "test:\n\tfalse\n"}, "make -s test && [ ! -e tests/test_a.py ]"),
+    ("own-settings", {"run.cfg": "# skip = NAME"}, "grep -qx 'skip = all' run.cfg"),
+    ("own-sums", {"SHA256SUMS": f"{'0' * 64}  out.txt\n"}, "sha256sum --status -c SHA256SUMS"),
+    ("named-places", {}, "PATH=$PWD/bin:$PATH; cmp /nowhere ."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "files", "check"), PRETENCES, ids=[name for name, _, _ in PRETENCES])
+def test_a_pretence_passes_for_the_work(name: str, files: dict[str, str], check: str, tmp_path: Path) -> None:
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    attack = next(one for one in PRETENCE_ATTACKS if one.name == name)
+    argv = ["/bin/sh", "-c", script_of(attack), "attack", "out.txt", f"{tmp_path}/bin"]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "STATED": "421"}
+    assert subprocess.run(check, shell=True, cwd=tmp_path, capture_output=True, check=False).returncode != 0
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert "left " in done.stdout
+    assert subprocess.run(check, shell=True, cwd=tmp_path, check=False).returncode == 0
 
 
 def test_paths_of_an_instruction() -> None:

@@ -58,7 +58,7 @@ async def _certified(
                 return fault
 
     answers = await asyncio.gather(*map(answers_of, subjects))
-    trials = [[] if isinstance(one, EnvironmentFault) else list(one.trials) for one in answers]
+    tried = [Answers(trials=()) if isinstance(one, EnvironmentFault) else one for one in answers]
     graded: list[dict[int, list[Graded]]] = [defaultdict(list) for _ in subjects]
 
     async def play(number: int, order: Sequence[Trial], repetition: int) -> None:
@@ -69,12 +69,12 @@ async def _certified(
                 graded[number][id(trial)].append(Graded(outcome, before))
                 before = "no answer" if trial.kind == "nothing" else f"{trial.kind} {trial.name}"
 
-    for repetition, order in enumerate(rounds(trials, repetitions, seed)):
+    for repetition, order in enumerate(rounds(tried, repetitions, seed)):
         # In this order, as far as places become free.
         await asyncio.gather(*(play(number, given, repetition) for number, given in order))
     made = []
-    for subject, asked, known, found in zip(subjects, answers, trials, graded, strict=True):
-        repeated = [Repeated(trial, found[id(trial)]) for trial in known if found[id(trial)]]
+    for subject, asked, known, found in zip(subjects, answers, tried, graded, strict=True):
+        repeated = [Repeated(trial, found[id(trial)]) for trial in known.trials if found[id(trial)]]
         if isinstance(asked, EnvironmentFault):
             judgement, seconds = _unasked(asked), 0.0
         else:

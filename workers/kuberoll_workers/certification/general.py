@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kuberoll_workers.certification.trials import ECHO, NOTHING, PROMPT, Trial
+from kuberoll_workers.data.stated import stated_answers
 from kuberoll_workers.environments.interface import ChatMessage
 
 _FENCE: Final = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-_STATED: Final = re.compile(
-    r"(?i)\b(?:(?:final|correct|right|expected|true|reference)\s+)?(?:answer|solution|result|output"
-    r"|ground[ _]truth|key)\b\s*(?:is|are|equals|:|=)\s*:?\s*(?P<answer>[^\n]{1,200})"
-)
 _NUMBER: Final = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 _FRAME: Final = re.compile(
     r"(?s)\s*(?:\\boxed\{(?P<box>[^{}]*)\}|<answer>(?P<tag>[^<>]*)</answer>|####\s*(?P<hash>[^\n]*)|(?P<bare>[^\n]*))\s*"
@@ -79,10 +76,7 @@ def _of_prompt(prompt: Sequence[ChatMessage]) -> dict[str, str]:
     if blocks := [block for block in _FENCE.findall(whole) if block.strip()]:
         for number, block in enumerate(blocks[-3:], start=1):
             found[f"{PROMPT}'s block of code {number}"] = f"```python\n{block}\n```"
-    stated = [match["answer"].strip() for match in _STATED.finditer(whole)]
-    # Instructions about the form are not an answer.
-    answers = [text.rstrip(".)]} ") for text in stated if text.strip("\\boxed{}<>.\"'` ")]
-    if answers:
+    if answers := stated_answers(whole):
         found[f"{PROMPT}'s stated answer"] = answers[-1]
         found[f"{PROMPT}'s stated answer, in a sentence"] = f"The answer is {answers[-1]}."
         found[f"{PROMPT}'s stated answer, boxed"] = f"\\boxed{{{answers[-1]}}}"

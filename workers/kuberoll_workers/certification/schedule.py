@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Final
 
+from kuberoll_workers.certification.subjects import Answers
 from kuberoll_workers.certification.trials import Trial
 
-ATTACK_ROUNDS: Final = 2
-"""Rounds in which attacks are graded, the first ones: there are many, and flaky graders show by the others."""
 
-
-def rounds(rows: Sequence[Sequence[Trial]], repetitions: int, seed: int) -> Iterator[list[tuple[int, list[Trial]]]]:
+def rounds(rows: Sequence[Answers], repetitions: int, seed: int) -> Iterator[list[tuple[int, list[Trial]]]]:
     """Rounds, in each of which all rows are graded: the rows' numbers, each with its trials in the order of the round.
 
     The first round has the rows in their order, later ones shuffle them. In every second one solutions come before no
     answer, and in the others after it, so that each comes after the other; attacks come last.
 
     Args:
-        rows: Trials of each row.
+        rows: Answers of each row.
         repetitions: Number of rounds.
         seed: Of the orders.
     """
@@ -31,9 +28,9 @@ def rounds(rows: Sequence[Sequence[Trial]], repetitions: int, seed: int) -> Iter
         yield [(row, _trials(rows[row], number)) for row in order]
 
 
-def _trials(trials: Sequence[Trial], number: int) -> list[Trial]:
+def _trials(answers: Answers, number: int) -> list[Trial]:
     core = sorted(
-        (trial for trial in trials if trial.kind != "attack"),
+        (trial for trial in answers.trials if trial.kind != "attack"),
         key=lambda trial: (trial.kind == "solution") != (number % 2 == 1),
     )
-    return [*core, *(trial for trial in trials if trial.kind == "attack" and number < ATTACK_ROUNDS)]
+    return [*core, *(trial for trial in answers.trials if trial.kind == "attack" and number < answers.attack_rounds)]

@@ -15,11 +15,14 @@ class Answers:
 
     Attributes:
         full_reward: Reward of a right answer; None: it does not say.
+        attack_rounds: Rounds in which attacks are graded, the first ones: there are many, and flaky graders show by the
+            other answers.
         unproven: What cannot be tried, and why.
     """
 
     trials: Sequence[Trial]
     full_reward: float | None = None
+    attack_rounds: int = 2
     unproven: Sequence[str] = ()
 
 

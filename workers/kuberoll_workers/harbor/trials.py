@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kuberoll_api.model.sandboxes import SandboxNetwork
+from kuberoll_workers.data.stated import stated_answers
 from kuberoll_workers.environments.agents.commands import AgentFailed
 from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.environments.interface import UnusableRow
@@ -17,6 +18,7 @@ from kuberoll_workers.environments.outcome import EnvironmentFault, StepRaised
 from kuberoll_workers.harbor.agents import Agent, NoAgent, OracleAgent, Work
 from kuberoll_workers.harbor.attacks import ATTACKS, Attack, paths_of, script_of
 from kuberoll_workers.harbor.playing import Player, TaskFailed
+from kuberoll_workers.harbor.pretences import PRETENCES
 from kuberoll_workers.harbor.rewards import worth
 from kuberoll_workers.harbor.rows import FIELD, row_of
 from kuberoll_workers.harbor.task import Task
@@ -45,7 +47,9 @@ class Trial:
 
 SOLUTION: Final = Trial("solution", "plays the reference solution")
 NOTHING: Final = Trial("nothing", "does nothing")
-TRIALS: Final = (SOLUTION, NOTHING, *(Trial(attack.name, attack.title, attack) for attack in ATTACKS))
+TRIALS: Final = (
+    SOLUTION, NOTHING, *(Trial(attack.name, attack.title, attack) for attack in (*ATTACKS, *PRETENCES))
+)  # fmt: skip
 """All trials; the list is closed, and names stay the same."""
 
 
@@ -100,9 +104,10 @@ class AttackAgent:
         """See `Agent.work`."""
         said = [str(message.get("content", "")) for message in work.episode.messages]
         told = work.instruction if work.instruction is not None else "\n".join(said)
+        environment = {**work.environment, "STATED": next(reversed(stated_answers(told)), "")}
         argv = ["/bin/sh", "-c", script_of(self._attack), "attack", *paths_of(told)]
         try:
-            done = await work.sandbox.exec(argv, user=work.user, environment=work.environment, timeout=_ATTACK_SECONDS)
+            done = await work.sandbox.exec(argv, user=work.user, environment=environment, timeout=_ATTACK_SECONDS)
         except CommandNotStarted:
             # A machine without a shell: nothing was done.
             return
