@@ -47,6 +47,39 @@ def test_a_failure_of_the_network_is_named() -> None:
     assert classes(failed, repeated("nothing", [0.0])) == {"needs_network"}
 
 
+@pytest.mark.parametrize(
+    ("usual", "network", "other", "expected"),
+    [
+        ([1.0], False, None, ("certified", "not needed", [])),
+        ([1.0], True, [1.0], ("certified", "not needed", [])),
+        ([1.0], True, [0.0], ("certified", "needed", ["needs_network"])),
+        ([1.0], True, [None], ("certified", "needed", ["needs_network"])),
+        ([0.0], False, [1.0], ("refused", "needed", ["needs_network"])),
+        ([None], False, [1.0], ("refused", "needed", ["needs_network"])),
+        ([0.0], False, [0.0], ("refused", None, ["never_passes"])),
+        ([0.0], True, [1.0], ("refused", "not needed", ["never_passes"])),
+        ([1.0], None, None, ("certified", None, [])),
+    ],
+)
+def test_a_solution_with_and_without_a_network(
+    usual: list[float | None], network: bool | None, other: list[float | None] | None, expected: object
+) -> None:
+    given = [repeated("solution", usual), repeated("nothing", [0.0]), repeated("attack", [0.0])]
+    if other is not None:
+        trial = Trial(kind="solution", name="solution", network=not network)
+        given.append(Repeated(trial, repeated("solution", other).gradings))
+    judgement = judge(given, network=network)
+    found = [one.kind for one in (*judgement.findings, *judgement.warnings)]
+    assert (judgement.verdict, judgement.network, found) == expected
+
+
+def test_a_network_that_could_not_be_had_refuses_nothing_and_says_nothing() -> None:
+    trial = Trial(kind="solution", name="solution", network=True)
+    lost = Repeated(trial, [Graded(Outcome(reward=None, trouble="this driver gives no network"))])
+    judgement = judge([repeated("solution", [1.0]), repeated("nothing", [0.0]), lost], network=False)
+    assert (judgement.verdict, judgement.network, judgement.unproven) == ("certified", "not needed", ())
+
+
 def test_two_solutions_that_disagree() -> None:
     found = classes(
         repeated("solution", [1.0, 1.0], "truth"),

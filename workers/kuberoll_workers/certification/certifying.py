@@ -78,7 +78,7 @@ async def _certified(
         if isinstance(asked, EnvironmentFault):
             judgement, seconds = _unasked(asked), 0.0
         else:
-            judgement = judge(repeated, full_reward=asked.full_reward, unproven=asked.unproven)
+            judgement = judge(repeated, full_reward=asked.full_reward, network=asked.network, unproven=asked.unproven)
             seconds = sum(one.outcome.seconds for given in found.values() for one in given)
         made.append(_certificate(subject, graders[subject.environment], judgement, repeated, repetitions, seconds))
     return made
@@ -112,6 +112,7 @@ def _certificate(
         unproven=list(judgement.unproven),
         repetitions=repetitions,
         full_reward=judgement.full_reward,
+        network=judgement.network,
         trials=list(map(_tried, repeated)),
         seconds=round(seconds, 3),
         versions=_versions(),

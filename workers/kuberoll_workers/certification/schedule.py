@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from kuberoll_workers.certification.subjects import Answers
 from kuberoll_workers.certification.trials import Trial
+
+NETWORK_ROUNDS: Final = 2
+"""Rounds in which answers are graded with the other network than usual, the first ones."""
 
 
 def rounds(rows: Sequence[Answers], repetitions: int, seed: int) -> Iterator[list[tuple[int, list[Trial]]]]:
@@ -29,8 +33,10 @@ def rounds(rows: Sequence[Answers], repetitions: int, seed: int) -> Iterator[lis
 
 
 def _trials(answers: Answers, number: int) -> list[Trial]:
+    usual = [trial for trial in answers.trials if trial.network is None]
     core = sorted(
-        (trial for trial in answers.trials if trial.kind != "attack"),
+        (trial for trial in usual if trial.kind != "attack"),
         key=lambda trial: (trial.kind == "solution") != (number % 2 == 1),
     )
-    return [*core, *(trial for trial in answers.trials if trial.kind == "attack" and number < answers.attack_rounds)]
+    core += (trial for trial in answers.trials if trial.network is not None and number < NETWORK_ROUNDS)
+    return [*core, *(trial for trial in usual if trial.kind == "attack" and number < answers.attack_rounds)]

@@ -17,12 +17,14 @@ class Answers:
         full_reward: Reward of a right answer; None: it does not say.
         attack_rounds: Rounds in which attacks are graded, the first ones: there are many, and flaky graders show by the
             other answers.
+        network: Whether answers are given and graded with a network, as usual; None: unknown.
         unproven: What cannot be tried, and why.
     """
 
     trials: Sequence[Trial]
     full_reward: float | None = None
     attack_rounds: int = 2
+    network: bool | None = None
     unproven: Sequence[str] = ()
 
 

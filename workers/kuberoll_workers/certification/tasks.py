@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kuberoll_workers.certification.subjects import Answers
-from kuberoll_workers.certification.trials import NOTHING, Outcome, Trial, TrialKind
+from kuberoll_workers.certification.trials import NOTHING, PROMPT, Outcome, Trial, TrialKind
 from kuberoll_workers.dataset.rows import Row
 from kuberoll_workers.dataset.sources import resolve_path
+from kuberoll_workers.environments.interface import UnusableRow
 from kuberoll_workers.environments.outcome import StepInvalid
 from kuberoll_workers.harbor.mistakes import TaskError
 from kuberoll_workers.harbor.playing import Player
 from kuberoll_workers.harbor.rows import FIELD
 from kuberoll_workers.harbor.task import Task, read_task
-from kuberoll_workers.harbor.trials import SOLUTION, TRIALS, play_trial
+from kuberoll_workers.harbor.trials import SOLUTION, TOGETHER, has_network, play_trial
+
+_LEAKS: Final = {"stated-answer": f"{PROMPT}'s stated answer", "backups": f"{PROMPT}'s machine, copies in it"}
+"""Attacks that answer with what the policy is given."""
 
 
 class TaskSubject:
@@ -43,17 +47,27 @@ class TaskSubject:
             self._task = read_task(self._directory)
         except TaskError as error:
             raise StepInvalid(str(error)) from error
-        trials = [Trial(kind=_kind(one.name), name=one.name) for one in TRIALS]
+        trials = [Trial(kind=_kind(one.name), name=_LEAKS.get(one.name, one.name)) for one in TOGETHER]
         if not (self._directory / "solution").is_dir():
             trials = [trial for trial in trials if trial.kind != "solution"]
+        try:
+            network = has_network(self._player, self._task)
+        except UnusableRow as error:
+            return Answers(trials=(), unproven=[str(error)])
+        solved = any(trial.kind == "solution" for trial in trials)
+        if solved and (network or self._player.allows_network):
+            trials.append(Trial(kind="solution", name=SOLUTION.name, network=not network))
         # Each has a machine of its own, in which no other has left anything.
-        return Answers(trials=trials, attack_rounds=1)
+        return Answers(trials=trials, attack_rounds=1, network=network)
 
     async def play(self, trial: Trial, repetition: int) -> Outcome:  # noqa: ARG002 - each has a machine of its own
         """See `Subject.play`."""
         assert self._task is not None
         played = await play_trial(
-            self._player, self._task, next(one for one in TRIALS if one.name == trial.name), network=trial.network
+            self._player,
+            self._task,
+            next(one for one in TOGETHER if _LEAKS.get(one.name, one.name) == trial.name),
+            network=trial.network,
         )
         said = [played.output.strip()[-300:], *(f"changed {path}" for path in played.changed[:3])]
         if not played.carried_out:

@@ -27,7 +27,7 @@ class Trial:
         kind: `solution` must get the full reward, the others must not.
         name: Tells it from the row's others.
         responses: The policy's messages, one for each turn; a subject may know its answers itself, by their names.
-        network: Whether the grader has a network; None: as it always has it.
+        network: Whether it is given and graded with a network, other than usual; None: as usual.
     """
 
     kind: TrialKind

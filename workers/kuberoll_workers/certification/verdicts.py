@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kuberoll_workers.analysis.statistics import wilson_interval
 from kuberoll_workers.certification.trials import ECHO, PROMPT, Repeated
-from kuberoll_workers.dataset.certificates import Finding, Verdict
+from kuberoll_workers.dataset.certificates import Finding, NetworkUse, Verdict
 
 TOLERANCE: Final = 1e-9
 """Difference of two rewards that are the same: sums depend on the order of their terms."""
@@ -51,6 +51,7 @@ class Judgement:
         warnings: Which should be looked at.
         unproven: What could not be shown.
         full_reward: Reward that counted as full.
+        network: Whether right answers need a network to get it; None: not known.
     """
 
     verdict: Verdict
@@ -58,20 +59,39 @@ class Judgement:
     warnings: tuple[Finding, ...]
     unproven: tuple[str, ...]
     full_reward: float
+    network: NetworkUse | None = None
 
 
-def judge(repeated: Sequence[Repeated], *, full_reward: float | None = None, unproven: Sequence[str] = ()) -> Judgement:
+def judge(
+    repeated: Sequence[Repeated],
+    *,
+    full_reward: float | None = None,
+    network: bool | None = None,
+    unproven: Sequence[str] = (),
+) -> Judgement:
     """Judge a row by all gradings of its right and wrong answers.
 
     Args:
         full_reward: Reward of a right answer; None: 1, or what all solutions get if that is more.
+        network: Whether there was a network, as usual; None: unknown.
         unproven: What could not be tried, and why.
     """
+    others = {one.trial.name: one for one in repeated if one.trial.network is not None}
+    repeated = [one for one in repeated if one.trial.network is None]
     full = _full(repeated, full_reward)
     solutions = [one for one in repeated if one.trial.kind == "solution"]
     wrong = [one for one in repeated if one.trial.kind != "solution"]
-    findings = [*_of_errors(repeated), *_of_solutions(solutions, full), *_of_flakes(repeated)]
-    findings += _of_wrong(wrong, full)
+    needing = [one for one in solutions if _needs_network(one, others.get(one.trial.name), full)]
+    offline = [one for one in needing if not _passed(one, full)]
+    rest = [one for one in repeated if one not in offline]
+    findings = [
+        *_of_network(offline, full),
+        *_of_errors(rest),
+        *_of_solutions([one for one in rest if one.trial.kind == "solution"], full),
+        *_of_flakes(rest),
+        *_of_wrong(wrong, full),
+    ]
+    warnings = [*_of_network([one for one in needing if one not in offline], full), *_warnings(wrong, full)]
     missing = [
         *unproven,
         *(f"{_name(one)} was not graded: {_short(one.troubles[0])}" for one in repeated if one.troubles),
@@ -83,10 +103,38 @@ def judge(repeated: Sequence[Repeated], *, full_reward: float | None = None, unp
     return Judgement(
         verdict="refused" if findings else "unproven" if missing else "certified",
         findings=tuple(findings),
-        warnings=tuple(_warnings(wrong, full)),
+        warnings=tuple(warnings),
         unproven=tuple(missing),
         full_reward=full,
+        network="needed" if needing else _without_network(solutions, others, full, network),
     )
+
+
+def _needs_network(usual: Repeated, other: Repeated | None, full: float) -> bool:
+    """Whether a solution passes with a network, and was graded without one and never does."""
+    if other is None:
+        return False
+    online, offline = (other, usual) if other.trial.network else (usual, other)
+    return bool(_passed(online, full) and not _passed(offline, full) and (offline.rewards or offline.problems))
+
+
+def _without_network(
+    solutions: Sequence[Repeated], others: Mapping[str, Repeated], full: float, network: bool | None
+) -> NetworkUse | None:
+    if network is None:
+        return None
+    tried = [others[one.trial.name] for one in solutions if one.trial.name in others] if network else solutions
+    return "not needed" if tried and all(_passed(one, full) for one in tried) else None
+
+
+def _of_network(needing: Sequence[Repeated], full: float) -> Iterator[Finding]:
+    for one in needing:
+        usual = "it is played with one" if _passed(one, full) else "it is played without"
+        yield Finding(
+            kind="needs_network",
+            text=f"needs a network: {_name(one)} gets the full reward with one, and never without; {usual}",
+            trial=one.trial.name,
+        )
 
 
 def _full(repeated: Sequence[Repeated], given: float | None) -> float:
@@ -130,21 +178,7 @@ def _of_errors(repeated: Sequence[Repeated]) -> Iterator[Finding]:
 
 def _of_solutions(solutions: Sequence[Repeated], full: float) -> Iterator[Finding]:
     graded = [one for one in solutions if one.rewards]
-    offline = {one.trial.name: one for one in graded if one.trial.network is False}
-    online = {one.trial.name: one for one in graded if one.trial.network is True}
-    needing = [
-        name
-        for name, one in offline.items()
-        if not _passed(one, full) and name in online and _passed(online[name], full)
-    ]
-    for name in needing:
-        yield Finding(
-            kind="needs_network",
-            text=f"the grader needs a network: {_name(offline[name])} gets the full reward with one, and "
-            f"{_rewards(offline[name])} without",
-            trial=name,
-        )
-    never = [one for one in graded if not _passed(one, full) and one.trial.name not in needing]
+    never = [one for one in graded if not _passed(one, full)]
     always = [one for one in graded if _passed(one, full)]
     for one in never:
         said = f"; the grader said: {_short(one.detail)}" if one.detail else ""

@@ -35,6 +35,7 @@ MOST_NAMED: Final = 10
 """Most rows that a refusal names."""
 
 Verdict = Literal["certified", "refused", "unproven"]
+NetworkUse = Literal["needed", "not needed"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"kind": "class"}):
@@ -63,7 +64,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         kind: `solution`, `nothing` or `attack`.
         rewards: Reward of each repetition, in their order; None: it had none.
         problems: Why there was none, each once.
-        network: Whether there was a network; None: as the grader always has it.
+        network: Whether there was a network, other than usual; None: as usual.
         seconds: Longest time of a repetition, in seconds.
         detail: What the grader said last, shortened.
     """
@@ -89,6 +90,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         image: The image that it is graded in; None: none.
         repetitions: How often each answer was graded.
         full_reward: Reward of a right answer.
+        network: Whether a right answer needs a network to get it; None: not known.
         unproven: What could not be shown, and why.
         date: When it was tried, in UTC.
     """
@@ -107,6 +109,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     unproven: list[str] = []
     repetitions: int
     full_reward: float = 1.0
+    network: NetworkUse | None = None
     trials: list[Tried] = []
     seconds: float = 0.0
     versions: dict[str, str] = {}

@@ -276,6 +276,16 @@ ATTACKS: Final = (
 )
 """The attacks, in their order; names stay the same."""
 
+PLACED: Final = (
+    "reward-file", "reward-link", "reward-process", "tests-process", "tests-files", "tests-link", "tests-closed",
+)  # fmt: skip
+"""Attacks on places and processes, which a machine clears before the tests, whatever its task is."""
+PLACES: Final = Attack(
+    "places",
+    "writes rewards, tests and links where those of the task come, and leaves processes that do it again",
+    "\n".join(f"(\n{attack.script}\n)" for attack in ATTACKS if attack.name in PLACED),
+)
+
 _PATH: Final = re.compile(r"(?<![\w:/.~-])(?:/|\./|~/)?[\w.+-]+(?:/[\w.+-]+)*")
 _ENDING: Final = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,5}$")
 _MOST_PATHS: Final = 40

@@ -92,6 +92,11 @@ class Player:
     variables: Mapping[str, str]
     agent_seconds: float
 
+    @property
+    def allows_network(self) -> bool:
+        """Whether the job allows machines to reach anything."""
+        return self.options.network is not None and self.options.network.mode != "None"
+
     def starting(self, task: Mapping[str, Any], directory: Path) -> Starting:
         """What starts the machine of a task, and has it set up.
 

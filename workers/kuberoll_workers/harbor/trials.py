@@ -16,7 +16,8 @@ from kuberoll_workers.environments.agents.episode import AgentEpisode
 from kuberoll_workers.environments.interface import UnusableRow
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepRaised
 from kuberoll_workers.harbor.agents import Agent, NoAgent, OracleAgent, Work
-from kuberoll_workers.harbor.attacks import ATTACKS, Attack, paths_of, script_of
+from kuberoll_workers.harbor.attacks import ATTACKS, PLACED, PLACES, Attack, paths_of, script_of
+from kuberoll_workers.harbor.machines import reach
 from kuberoll_workers.harbor.playing import Player, TaskFailed
 from kuberoll_workers.harbor.pretences import PRETENCES
 from kuberoll_workers.harbor.rewards import worth
@@ -51,6 +52,13 @@ TRIALS: Final = (
     SOLUTION, NOTHING, *(Trial(attack.name, attack.title, attack) for attack in (*ATTACKS, *PRETENCES))
 )  # fmt: skip
 """All trials; the list is closed, and names stay the same."""
+TOGETHER: Final = (
+    SOLUTION,
+    NOTHING,
+    Trial(PLACES.name, PLACES.title, PLACES),
+    *(trial for trial in TRIALS[2:] if trial.name not in PLACED),
+)
+"""The same, with those as one that a machine undoes, whatever its task is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +97,22 @@ class Outcome:
     problem: str | None = None
 
 
+class _NothingLeftError(Exception):
+    """An attack could leave nothing."""
+
+
 class AttackAgent:
     """The agent that attacks.
 
     Attributes:
         left: What it could leave behind, in the order in which that was said.
+        ends: Whether the trial ends where it could leave nothing: no tests need to run then.
     """
 
     def __init__(self, attack: Attack) -> None:
         self._attack = attack
         self.left: list[str] = []
+        self.ends = False
 
     async def work(self, work: Work) -> None:
         """See `Agent.work`."""
@@ -112,6 +126,8 @@ class AttackAgent:
             # A machine without a shell: nothing was done.
             return
         self.left += [line[5:] for line in done.text.splitlines() if line.startswith("left ")]
+        if not self.left and self.ends:
+            raise _NothingLeftError
 
 
 class _Timed:
@@ -133,14 +149,14 @@ async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool 
     """Play a task once, in a machine of its own.
 
     Args:
-        network: Whether machines reach the world, whatever the task says; None: as the job and the task say.
+        network: Whether machines reach what the job allows at most, whatever the task says; None: as the task says.
 
     Returns:
         What it has shown; faults of the task and of the machine are in it, and ours are raised.
     """
-    if network is not None:
-        reached = SandboxNetwork(mode="All" if network else "None")
-        player = dataclasses.replace(player, options=player.options.model_copy(update={"network": reached}))
+    if network is False:
+        closed = SandboxNetwork(mode="None")
+        player = dataclasses.replace(player, options=player.options.model_copy(update={"network": closed}))
     attacker = None if trial.attack is None else AttackAgent(trial.attack)
     oracle = OracleAgent()
     agent = _Timed(attacker or (oracle if trial.name == SOLUTION.name else NoAgent()))
@@ -148,7 +164,10 @@ async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool 
     began = time.monotonic()
     try:
         row = await asyncio.to_thread(row_of, task, str(task.directory))
-        result = await player.play(row["metadata"][FIELD], task.directory, agent, _episode(row))
+        fields = row["metadata"][FIELD]
+        if attacker is not None:
+            attacker.ends = len(fields["steps"]) == 1
+        result = await player.play(_opened(fields) if network else fields, task.directory, agent, _episode(row))
         last = result.tested[-1]
         outcome = dataclasses.replace(
             outcome,
@@ -159,6 +178,8 @@ async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool 
             output=last.output[-_SAID:],
             changed=tuple(dict.fromkeys(path for one in result.grader_inputs for path in one.paths)),
         )
+    except _NothingLeftError:
+        pass
     except (VerifierFailed, AgentFailed, TaskFailed) as error:
         outcome = dataclasses.replace(outcome, failure=_words(error), verifier_seconds=_since(began, agent))
     except (StepRaised, EnvironmentFault, SandboxError, UnusableRow, OSError) as error:
@@ -171,6 +192,27 @@ async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool 
         left=left[:_MOST_LEFT],
         carried_out=attacker is None or bool(left),
     )
+
+
+def has_network(player: Player, task: Task) -> bool:
+    """Whether a task is played with a network, as the job and the task say.
+
+    Raises:
+        UnusableRow: It asks for what the job does not allow.
+    """
+    machine = row_of(task, str(task.directory))["metadata"][FIELD]["machine"]
+    return reach(machine["network"], player.options.network).mode != "None"
+
+
+def _opened(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A task that asks for everything, of which it gets what the job allows."""
+    public = {"network": {"mode": "public"}}
+    phases = ("agent", "verifier")
+    steps = [
+        step | {name: step[name] | public for name in phases if "network" in step.get(name, {})}
+        for step in fields["steps"]
+    ]
+    return {**fields, "machine": fields["machine"] | public, "steps": steps}
 
 
 def _since(began: float, agent: _Timed) -> float:
