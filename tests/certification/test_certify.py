@@ -104,6 +104,14 @@ def test_rows_are_certified_refused_or_unproven(tmp_path: Path) -> None:
     assert "never passes" in errors[0]
 
 
+def test_a_worked_solution_counts_as_it_stands(tmp_path: Path) -> None:
+    solutions = [r"First \boxed{13} plus 28, that is \boxed{41}.", r"It is \boxed{41}.", "Count on your fingers."]
+    job = written(tmp_path, [("math", {"ground_truth": "41", "solution": text}, "") for text in solutions])
+    assert CliRunner().invoke(certify, [str(job), "--repetitions", "2"]).exit_code == 1
+    found = {one["where"].rpartition(":")[2]: one for one in certificates(tmp_path)}
+    assert [found[line]["verdict"] for line in "123"] == ["refused", "certified", "certified"]
+
+
 def test_two_rows_that_contradict_each_other_are_both_refused(tmp_path: Path) -> None:
     job = written(tmp_path, [("math", {"ground_truth": truth}, "") for truth in ("42", "43", "44")])
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

@@ -7,7 +7,7 @@ from typing import Final
 
 _STATED: Final = re.compile(
     r"(?i)\b(?:(?:final|correct|right|expected|true|reference)\s+)?(?:answer|solution|result|output"
-    r"|ground[ _]truth|key)\b\s*(?:is|are|equals|:|=)\s*:?\s*(?P<answer>[^\n]{1,200})"
+    r"|ground[ _]truth|key|reference)\b\s*(?:is|are|equals|:|=)\s*:?\s*(?P<answer>[^\n]{1,200})"
 )
 
 

@@ -120,12 +120,15 @@ class MathAnswersEnvironment(GradedEnvironment):
         return grade(correct, state, answers[-1] if answers else None)
 
     def solution(self, episode: Episode) -> dict[str, list[str]]:
-        """The ground truth in a box, and the row's worked solution, if it ends with one answer: the two must agree."""
+        """The ground truth in a box, and the row's worked solution, if it states an answer: the two must agree.
+
+        It is tried as it stands: one with several answers that differ would be worth nothing as a response.
+        """
         state = episode.metadata or {}
         found = {"the ground truth": [f"\\boxed{{{_bare_truth(_ground_truth(state))}}}"]}
         for number, text in enumerate(given_solutions(state), start=1):
-            if (stated := _stated_answer(text)) is not None:
-                found["the row's solution" + (f" {number}" if number > 1 else "")] = [stated]
+            if _SENTENCE.search(text) and final_answers(text):
+                found["the row's solution" + (f" {number}" if number > 1 else "")] = [text]
         return found
 
     def attacks(self, episode: Episode) -> dict[str, list[str]]:
@@ -195,15 +198,6 @@ def _bare_truth(text: str) -> str:
         if bare.startswith(opening) and bare.endswith(closing) and opening not in inner and inner.strip():
             return inner.strip()
     return bare
-
-
-def _stated_answer(text: str) -> str | None:
-    """The answer that a worked solution states, as a response; None if it is not clear which that is."""
-    if not _SENTENCE.search(text):
-        return None
-    stated = final_answers(text)
-    # Steps may be in boxes, too; the last one is the answer.
-    return f"\\boxed{{{stated[-1]}}}" if stated else None
 
 
 _NOT_ONE_ANSWER = "cannot be read as one answer: write it as a number, as LaTeX or in words"
