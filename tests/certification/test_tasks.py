@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 from kuberoll_api.manifest.loading import load_job
+from kuberoll_api.model.sandboxes import Sandbox as SandboxOptions
 from kuberoll_workers.certification.tasks import TaskSubject
 from kuberoll_workers.certification.trials import Graded, Repeated
 from kuberoll_workers.certification.verdicts import Judgement, judge
 from kuberoll_workers.dataset.certificates import rows_of
 from kuberoll_workers.harbor import playing
 from kuberoll_workers.harbor.playing import Player
+from kuberoll_workers.harbor.task import read_task
+from kuberoll_workers.harbor.trials import NOTHING, play_trial
+from kuberoll_workers.sandboxes.driver import SandboxSpec
 from kuberoll_workers.sandboxes.egress.proxy import EgressProxy
 from kuberoll_workers.sandboxes.leases import Sandboxes
 from tests.harbor.writing import write_task
@@ -116,6 +120,22 @@ async def test_a_solution_is_played_with_and_without_a_network(
         found = await judged(tmp_path, sandboxes, busybox, wants=wants, network=network, solve=solve)
     kinds = {one.kind for one in found.findings}
     assert (found.network, kinds, {one.kind for one in found.warnings}) == expected
+
+
+async def test_memory_of_the_tests_is_measured(tmp_path: Path, sandboxes: Sandboxes, busybox: str) -> None:  # noqa: F811
+    async with sandboxes.lease(SandboxSpec(image=busybox)) as lease:
+        small = await lease.sandbox.exec("true")
+        large = await lease.sandbox.exec("head -c 100000000 /dev/zero | tail -c 90000000 > /dev/null")
+        late = await lease.sandbox.exec("sleep 60", timeout=0.1)
+    assert small.memory is not None
+    assert large.memory is not None
+    assert small.memory < 60 << 20 < large.memory
+    assert late.memory is None
+    write_task(tmp_path / "word", {"instruction.md": "Do it.\n", "tests/test.sh": TEST})
+    player = Player(sandboxes=sandboxes, options=SandboxOptions(image=busybox), variables={}, agent_seconds=60)
+    played = await play_trial(player, read_task(tmp_path / "word"), NOTHING)
+    assert played.memory is not None
+    assert played.memory > 1 << 16
 
 
 async def test_an_instruction_that_states_its_answer(tmp_path: Path, sandboxes: Sandboxes, busybox: str) -> None:  # noqa: F811

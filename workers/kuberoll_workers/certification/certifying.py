@@ -129,6 +129,7 @@ def _tried(one: Repeated) -> Tried:
         problems=one.problems[:3],
         network=one.trial.network,
         seconds=round(max(outcome.seconds for outcome in outcomes), 3),
+        memory=max((outcome.memory for outcome in outcomes if outcome.memory is not None), default=None),
         detail=one.detail[:_DETAIL],
     )
 

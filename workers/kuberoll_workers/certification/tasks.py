@@ -79,6 +79,7 @@ class TaskSubject:
             reward=played.reward,
             problem=None if played.reward is not None else played.failure or "there was no reward",
             seconds=played.verifier_seconds,
+            memory=played.memory,
             detail="; ".join(filter(None, said)),
         )
 

@@ -46,6 +46,7 @@ class Outcome:
         trouble: Why there was none, by nobody's doing: a machine could not be had. Without either, the answer could
             not be given at all.
         seconds: Time that the grader took.
+        memory: Most memory of one of its processes, in bytes; None: it was not measured.
         detail: What it said last.
     """
 
@@ -53,6 +54,7 @@ class Outcome:
     problem: str | None = None
     trouble: str | None = None
     seconds: float = 0.0
+    memory: int | None = None
     detail: str = ""
 
 

@@ -66,6 +66,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         problems: Why there was none, each once.
         network: Whether there was a network, other than usual; None: as usual.
         seconds: Longest time of a repetition, in seconds.
+        memory: Most memory of a process of the grader, in bytes; None: it was not measured.
         detail: What the grader said last, shortened.
     """
 
@@ -75,6 +76,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     problems: list[str] = []
     network: bool | None = None
     seconds: float = 0.0
+    memory: int | None = None
     detail: str = ""
 
 

@@ -72,6 +72,7 @@ class Outcome:
         carried_out: False if the attack could leave nothing: its reward says nothing of the tests then.
         left: What an attack has left, at most 50 paths, in their order.
         agent_seconds, verifier_seconds: Time of both, of all steps.
+        memory: Most memory of a process of the tests, in bytes; None: unknown.
         exit_code: Of the tests, of the last step; None: they have not run, or a signal has ended them.
         output: The end of what they said.
         changed: What the agent has changed of what the tests read (`sandboxes.guest.changes`).
@@ -89,6 +90,7 @@ class Outcome:
     left: tuple[str, ...] = ()
     agent_seconds: float = 0.0
     verifier_seconds: float = 0.0
+    memory: int | None = None
     exit_code: int | None = None
     output: str = ""
     changed: tuple[str, ...] = ()
@@ -174,6 +176,7 @@ async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool 
             reward=sum(worth(result.rewards).values()),
             rewards=dict(result.rewards),
             verifier_seconds=sum(one.seconds for one in result.tested),
+            memory=max((one.memory for one in result.tested if one.memory is not None), default=None),
             exit_code=last.exit_code,
             output=last.output[-_SAID:],
             changed=tuple(dict.fromkeys(path for one in result.grader_inputs for path in one.paths)),

@@ -34,12 +34,14 @@ class Tested:
         exit_code: Of their script; None: a signal has ended it. It is no reward.
         output: What they wrote, the beginning and the end of it.
         seconds: Time that the script took.
+        memory: Most memory of one of its processes, in bytes; None: unknown.
     """
 
     rewards: dict[str, float]
     exit_code: int | None
     output: str
     seconds: float
+    memory: int | None = None
 
 
 async def verify(
@@ -84,7 +86,7 @@ async def verify(
         rewards = read_reward(await _content(sandbox, TEXT), await _content(sandbox, JSON))
     except RewardError as error:
         raise VerifierFailed(f"{error}{_end(done.text)}") from error
-    return Tested(rewards=rewards, exit_code=done.exit_code, output=done.text, seconds=seconds)
+    return Tested(rewards=rewards, exit_code=done.exit_code, output=done.text, seconds=seconds, memory=done.memory)
 
 
 async def _content(sandbox: Sandbox, name: str) -> bytes | None:

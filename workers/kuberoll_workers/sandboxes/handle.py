@@ -39,6 +39,8 @@ class Completed:
         stdout, stderr: What it wrote; of more than the limit the beginning and the end.
         skipped: Bytes that are missing in the middle of its standard output and of its standard error.
         timed_out: True if it was killed, with everything that it had started, because its time was over.
+        memory: Most resident memory of one process among it and those that it waited for, in bytes, as the kernel
+            counts it; None: unknown, as of one that was killed when its time was over.
     """
 
     exit_code: int | None
@@ -47,6 +49,7 @@ class Completed:
     stderr: bytes = b""
     skipped: tuple[int, int] = (0, 0)
     timed_out: bool = False
+    memory: int | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -509,6 +512,7 @@ def _completed(end: Header, kept: Mapping[str, bytearray], skipped: Mapping[str,
         stderr=bytes(kept.get("stderr", b"")),
         skipped=(skipped.get("stdout", 0), skipped.get("stderr", 0)),
         timed_out=bool(end.get("late")),
+        memory=(int(end.get("memory", 0)) << 10) or None,
     )
 
 

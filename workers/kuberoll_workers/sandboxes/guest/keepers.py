@@ -95,7 +95,7 @@ class Keeper(NamedTuple):
                 os.kill(self.process, signal.SIGCONT)
 
     def answer(self) -> dict[str, Any]:
-        """How a task has ended: `status` and `free`, true if it takes another; or `error` and `errno`.
+        """How a task has ended: `status`, `memory` in KiB and `free`, true if it takes another; or `error` and `errno`.
 
         Raises:
             BlockingIOError: It has not ended.
@@ -230,11 +230,11 @@ def _run(wanted: Job, user: User, pipes: tuple[int, int, int], orders: socket.so
         if wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, _MESSAGE_BYTES)
-        status = processes.reap().get(process)
+        status, memory = processes.reap().get(process, (None, None))
         if status is None and orders.fileno() in ready:
             orders.recv(16)
             status = processes.end_below(process=process)
-    return {"status": status, "free": not _has_children()}
+    return {"status": status, "free": not _has_children(), **({} if memory is None else {"memory": memory})}
 
 
 def _has_children() -> bool:
