@@ -115,7 +115,8 @@ def _subject(
     reasons: Mapping[str, str],
     twins: Sequence[Row],
 ) -> Subject:
-    if (reason := reasons.get(row.task_name)) is not None:
+    recorded = row.task_name in runners and (row.metadata or {}).get(_recorded(job, row.task_name) or "") is not None
+    if (reason := reasons.get(row.task_name)) is not None and not recorded:
         return Untried(label=row.where, digest=digest, environment=row.task_name, idx=row.idx, reason=reason)
     base_seed = job_seed(job.metadata.name, job.spec.generation.sampling.seed)
     return RowSubject(
@@ -125,7 +126,15 @@ def _subject(
         seed=task_seed(base_seed, number),
         max_turns=job.spec.rollout.max_turns,
         twins=twins,
+        own_only=reason is not None,
     )
+
+
+def _recorded(job: RolloutJob, name: str) -> str | None:
+    """Field of the rows of an environment with recorded verdicts; None: there is none."""
+    spec = next(one for one in job.spec.environments if one.name == name)
+    answers = spec.type is not None and spec.agent is None and spec.player is None
+    return getattr(registry.resolve(type=spec.type), "recorded", None) if answers else None
 
 
 async def _player(spec: Environment, stack: AsyncExitStack) -> Player:
@@ -157,5 +166,5 @@ def _why_not(spec: Environment) -> str | None:
 
 def _without(job: RolloutJob, reasons: Mapping[str, str]) -> RolloutJob:
     """The job without the environments that are not tried."""
-    kept = [spec for spec in job.spec.environments if spec.name not in reasons]
+    kept = [spec for spec in job.spec.environments if spec.name not in reasons or _recorded(job, spec.name)]
     return job.model_copy(update={"spec": job.spec.model_copy(update={"environments": kept})})

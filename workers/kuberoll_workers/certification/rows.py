@@ -37,13 +37,16 @@ class RowSubject:
         seed: int,
         max_turns: int,
         twins: Sequence[Row] = (),
+        own_only: bool = False,
     ) -> None:
         """
         Args:
             seed: Seed of its episodes.
             max_turns: Number of turns after which an episode is truncated.
             twins: Other rows with the same prompt: what is right for them must be right for it.
+            own_only: Of wrong answers try only those of the environment, and none at all.
         """
+        self._own_only = own_only
         self._twins = twins
         self._row = row
         self._runner = environment
@@ -73,13 +76,17 @@ class RowSubject:
             if responses not in known.solutions.values()
         ]
         general = [trial for trial in general_trials(messages, known.solutions) if trial.name not in known.attacks]
-        if (name := leaked(messages, known.solutions)) is not None:
+        if self._own_only:
+            general = [trial for trial in general if trial.kind == "nothing"]
+        elif (name := leaked(messages, known.solutions)) is not None:
             # It is right, so that it passes is no question: the policy only has to copy it.
             attacks.append(
                 Trial(kind="attack", name=f"{PROMPT}'s copy of the solution", responses=known.solutions[name])
             )
         hooks = self._runner.hooks
         unproven = ["the environment scores prompt groups, and one answer is no group"] if hooks.score_group else []
+        if self._own_only and not attacks:
+            unproven.append("no wrong response with a recorded verdict: that they get less could not be shown")
         return Answers(
             trials=[*solutions, *general, *attacks],
             full_reward=float(full) if isinstance(full, int | float) and not isinstance(full, bool) else None,

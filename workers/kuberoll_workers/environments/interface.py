@@ -311,6 +311,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
             None: a part of rollout.concurrency.
         full_reward: Reward of a right answer, for `kuberoll certify`; None: 1.
         unprovable: Why `kuberoll certify` can try no row, in a few words; None: it can.
+        recorded: Field of a row's metadata with recorded verdicts, with which a row is tried all the same, by the
+            environment's own right and wrong answers alone; None: there is none.
     """
 
     recovery: ClassVar[Recovery] = "metadata"
@@ -320,6 +322,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
     prepare_ahead: int | None = None
     full_reward: ClassVar[float | None] = None
     unprovable: ClassVar[str | None] = None
+    recorded: ClassVar[str | None] = None
 
     @abc.abstractmethod
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:

@@ -126,8 +126,12 @@ class Judge:
             raise ServerUnavailable(f"the judge's answer is not a chat completion: {str(answer)[:500]}") from error
         if not isinstance(text, str):
             raise ServerUnavailable(f"the judge's answer has no text: {str(answer)[:500]}")
+        return self.read(text, cut=cut)
+
+    def read(self, text: str, *, cut: bool = False) -> dict[str, Any]:
+        """What a judge's text says, as the function of `opened` returns it."""
         # A text that was cut has not come to its verdict, even if it names one on the way.
-        verdict = None if cut else form.read(text)
+        verdict = None if cut else self._form.read(text)
         return {
             "text": text if len(text) <= MAX_SAID else f"{text[:MAX_SAID]}…",
             "verdict": None if verdict is None else verdict.label,

@@ -13,6 +13,7 @@ from kuberoll_workers.data.plain import unicode_text
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.judge import prompts
 from kuberoll_workers.environments.builtin.judge.asking import Ask, AskingConfig, Judge, Label, NoVerdict, Text
+from kuberoll_workers.environments.builtin.judge.recorded import FIELD, recorded_of
 from kuberoll_workers.environments.builtin.judge.texts import shortened
 from kuberoll_workers.environments.builtin.judge.verdicts import Scale, VerdictForm
 from kuberoll_workers.environments.builtin.turn import Turn, batch_of, reply_of
@@ -20,12 +21,14 @@ from kuberoll_workers.environments.interface import (
     ChatMessage,
     EnvironmentInterface,
     EnvironmentReturn,
+    Episode,
     Metadata,
     ScoringCase,
 )
 
 _Score = Annotated[float, Field(ge=-1e6, le=1e6)]
 
+_ORDERS: Final = (("reference", "response"), ("response", "reference"))
 _LABELS: Final = {"[[A=B]]": 1.0, "[[A!=B]]": 0.0}
 
 UNPARSED: Final = "unparsed"
@@ -107,13 +110,15 @@ class JudgeEnvironment(EnvironmentInterface):
     The question is `metadata.question`, or the last message of the user; the reference answer `metadata.ground_truth`,
     `expected_answer`, `reference` or `answer`, a text, a number, or a list of accepted ones. `metadata.judge` of the
     trajectory has what the judge wrote, word for word. A judge that cannot be asked is a failure of the trajectory,
-    never a score.
+    never a score. About a response whose verdict is recorded (`metadata.verdicts`) nobody is asked.
     """
 
-    unprovable: ClassVar[str | None] = "a judge decides, whose verdicts are not recorded"
+    unprovable: ClassVar[str | None] = "a judge decides, and the row has no recorded verdicts (metadata.verdicts)"
+    recorded: ClassVar[str | None] = FIELD
     row_metadata: ClassVar[Mapping[str, str]] = {
         "ground_truth": "or expected_answer, reference, answer: the reference answer, if the prompt shows one",
         "question": "the question that the judge reads; absent: the last message of the user",
+        "verdicts": "for kuberoll certify, what the judge wrote about right and wrong responses",
     }
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -140,25 +145,60 @@ class JudgeEnvironment(EnvironmentInterface):
         for state in states:
             self.check_row(state)
         items = [(log, reply_of(log), state) for log, state in zip(message_log_batch, states, strict=True)]
-        if not any(reply.strip() for _, reply, _ in items):
-            return batch_of([self._turn(state, EMPTY, self._config.empty, []) for _, _, state in items])
+        known = [self._known(reply.strip(), state) for _, reply, state in items]
+        if all(turn is not None for turn in known):
+            return batch_of([turn for turn in known if turn is not None])
         async with self._judge.opened() as (ask, model):
             return batch_of(await asyncio.gather(*(self._judged(ask, model, *item) for item in items)))
 
     def check_row(self, metadata: Metadata) -> None:
         """See `EnvironmentInterface.check_row`."""
         self._judge.texts_of([], metadata or {})
+        recorded_of(metadata or {}, self._orders)
+
+    def solution(self, episode: Episode) -> dict[str, list[str]] | None:
+        """The responses that the row says are right, of those with recorded verdicts."""
+        return self._recorded(episode, right=True) or None
+
+    def attacks(self, episode: Episode) -> dict[str, list[str]]:
+        """Those that it says are wrong."""
+        return self._recorded(episode, right=False)
+
+    def _recorded(self, episode: Episode, *, right: bool) -> dict[str, list[str]]:
+        found = [one for one in recorded_of(episode.metadata or {}, self._orders).values() if one.right == right]
+        kind = "right" if right else "wrong"
+        return {f"the {kind} response {number}": [one.response] for number, one in enumerate(found, start=1)}
+
+    @property
+    def _orders(self) -> int:
+        return 2 if self._config.swap else 1
+
+    def _known(self, response: str, state: Mapping[str, Any]) -> Turn | None:
+        """The turn of a response about which nobody has to be asked; None: the judge has to be."""
+        if not response:
+            return self._turn(state, EMPTY, self._config.empty, [])
+        if (recorded := recorded_of(state, self._orders).get(response)) is None:
+            return None
+        said = [self._judge.read(text) for text in recorded.texts]
+        return self._verdict(state, [self._ordered(one, *order) for one, order in zip(said, _ORDERS, strict=False)])
 
     async def _judged(
         self, ask: Ask, model: str, log: Sequence[ChatMessage], reply: str, state: Mapping[str, Any]
     ) -> Turn:
         response = reply.strip()
-        if not response:
-            return self._turn(state, EMPTY, self._config.empty, [])
+        if (known := self._known(response, state)) is not None:
+            return known
         texts = self._judge.texts_of(log, state, response=response)
         texts = {name: shortened(unicode_text(text, name), self._config.max_characters) for name, text in texts.items()}
-        orders = (("reference", "response"), ("response", "reference"))[: 2 if self._config.swap else 1]
-        calls = await asyncio.gather(*(self._asked(ask, texts, order) for order in orders))
+        calls = await asyncio.gather(*(self._asked(ask, texts, order) for order in _ORDERS[: self._orders]))
+        return self._verdict(state, calls, model)
+
+    def _verdict(self, state: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], model: str | None = None) -> Turn:
+        """The turn that a judge's texts lead to.
+
+        Raises:
+            NoVerdict: One has no verdict, and the config has no score for that.
+        """
         if any(call["verdict"] is None for call in calls):
             if self._config.unparsed is None:
                 text = next(call["text"] for call in calls if call["verdict"] is None)
@@ -171,7 +211,9 @@ class JudgeEnvironment(EnvironmentInterface):
     async def _asked(self, ask: Ask, texts: Mapping[str, str], order: tuple[str, str]) -> dict[str, Any]:
         first, second = order
         pair = {"first": texts[first], "second": texts[second]} if "reference" in texts else {}
-        said = await ask({**texts, **pair})
+        return self._ordered(await ask({**texts, **pair}), *order)
+
+    def _ordered(self, said: dict[str, Any], first: str, _second: str) -> dict[str, Any]:
         return {"first": first, **said} if self._config.swap else said
 
     @staticmethod
