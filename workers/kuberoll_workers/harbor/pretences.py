@@ -131,7 +131,7 @@ PRETENCES: Final = (
     Attack(
         "alternatives",
         "replaces what the usual programs are links to",
-        "for link in /etc/alternatives/*; do [ -L $link ] || exit 0; case $link in */sh|*/README) continue;; esac\n"
+        "for link in /etc/alternatives/*; do [ -L $link ] || continue; case $link in */sh) continue;; esac\n"
         f"[ -e /etc/.own ] || put /etc/.own {quoted(_SAYS_ONE)} 755 || exit 0\n"
         'ln -sf /etc/.own $link 2>/dev/null && echo "left $link"; done\n'
         'for path in "$@"; do case $path in *.*) [ -e "$path" ] || put "$path" none;; esac; done',
