@@ -20,6 +20,7 @@ from kuberoll_workers.dataset.certificates import (
     Certificate,
     Certificates,
     graders_of,
+    place_of,
     read_certificates,
     row_digest,
     rows_of,
@@ -99,7 +100,7 @@ async def certify_job(
                 if (player := players.get(row.task_name)) is not None:
                     yield TaskSubject(row, player, base, digest=digest)
                 else:
-                    yield _subject(job, row, digest, number, runners, reasons, others)
+                    yield _subject(job, row, place_of(row, base), digest, number, runners, reasons, others)
 
         async for some in certify(subjects(), graders, repetitions=repetitions, parallel=parallel, seed=_SEED):
             file.append(some)
@@ -109,6 +110,7 @@ async def certify_job(
 def _subject(
     job: RolloutJob,
     row: Row,
+    place: str,
     digest: str,
     number: int,
     runners: Mapping[str, EnvironmentRunner],
@@ -117,11 +119,12 @@ def _subject(
 ) -> Subject:
     recorded = row.task_name in runners and (row.metadata or {}).get(_recorded(job, row.task_name) or "") is not None
     if (reason := reasons.get(row.task_name)) is not None and not recorded:
-        return Untried(label=row.where, digest=digest, environment=row.task_name, idx=row.idx, reason=reason)
+        return Untried(label=place, digest=digest, environment=row.task_name, idx=row.idx, reason=reason)
     base_seed = job_seed(job.metadata.name, job.spec.generation.sampling.seed)
     return RowSubject(
         row,
         runners[row.task_name],
+        label=place,
         digest=digest,
         seed=task_seed(base_seed, number),
         max_turns=job.spec.rollout.max_turns,

@@ -33,6 +33,7 @@ class RowSubject:
         row: Row,
         environment: EnvironmentRunner,
         *,
+        label: str,
         digest: str,
         seed: int,
         max_turns: int,
@@ -52,7 +53,7 @@ class RowSubject:
         self._runner = environment
         self._seed = seed
         self._max_turns = max_turns
-        self.label = row.where
+        self.label = label
         self.digest = digest
         self.environment = row.task_name
         self.idx: object = row.idx

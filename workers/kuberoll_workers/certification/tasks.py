@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from kuberoll_workers.certification.subjects import Answers
 from kuberoll_workers.certification.trials import NOTHING, PROMPT, Outcome, Trial, TrialKind
+from kuberoll_workers.dataset.certificates import place_of
 from kuberoll_workers.dataset.rows import Row
 from kuberoll_workers.dataset.sources import resolve_path
 from kuberoll_workers.environments.interface import UnusableRow
@@ -33,7 +34,7 @@ class TaskSubject:
         self._player = player
         self._directory = directory_of(row, base)
         self._task: Task | None = None
-        self.label = row.where
+        self.label = place_of(row, base)
         self.digest = digest
         self.environment = row.task_name
         self.idx: object = row.idx

@@ -85,7 +85,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     Attributes:
         row: Digest of the row.
-        where: Its place when it was tried.
+        where: Its place when it was tried (`place_of`).
         environment: Name of its environment, in the job.
         code: Digest of the grader's code; None: unknown.
         config: Digest of the environment's type or entrypoint, and config.
@@ -167,6 +167,11 @@ def row_digest(row: Row, base: Path) -> str:
         for file in files_of_task(directory)
     ]
     return _digest([*parts, files] if files else parts)
+
+
+def place_of(row: Row, base: Path) -> str:
+    """A row's place, the same on the machine that has tried it and in a pod: relative to the manifest's directory."""
+    return row.where.removeprefix(f"{base}/")
 
 
 def _digest(value: Any) -> str:
@@ -320,7 +325,7 @@ def coverage(
         found.rows += 1
         valid = certificates.valid(digest, row.task_name, grader, repetitions=demand.repetitions)
         if valid is None:
-            reason = text = certificates.why_not(digest, row.where, row.task_name, grader)
+            reason = text = certificates.why_not(digest, place_of(row, base), row.task_name, grader)
         elif valid.verdict == "refused":
             reason = " and ".join(sorted({finding.kind for finding in valid.findings}))
             text = "; ".join(finding.text for finding in valid.findings)
