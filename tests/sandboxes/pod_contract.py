@@ -61,6 +61,8 @@ class PodContract(DriverContract):
 
     ways_to_end: ClassVar[tuple[str, ...]] = ("delete",)
     """Ways in which others end a pod."""
+    events: ClassVar[frozenset[tuple[str, str]]] = frozenset({("delete", "Deleted")})
+    """What is said of each."""
 
     async def test_its_server_hears_nobody_from_inside(self, machines: Machines) -> None:
         async with machines.one() as sandbox:
@@ -104,6 +106,9 @@ class PodContract(DriverContract):
                 await cluster.end(sandbox.name, way)
                 with pytest.raises(SandboxLost):
                     await waiting
+                ending = await machines.driver.ending(sandbox.name)
+                assert ending is not None
+                assert (way, ending.evidence.event) in self.events, ending
 
     async def test_whom_an_image_is_for_is_asked_once(self, machines: Machines, cluster: PodCluster) -> None:
         for _ in range(2):
