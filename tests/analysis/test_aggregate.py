@@ -736,7 +736,8 @@ def test_the_documents_as_they_are_stored(tmp_path: Path) -> None:
     document = numbers(found)
     empty, whole = document["environments"].pop("other"), document["environments"].pop("env")
     assert document == {
-        "format": 2, "job": "job", "trajectories": 3, "planned": 10, "missing": 6, "failed": 1, "unscored": 0, "duplicates": 0,
+        "format": 2, "job": "job", "trajectories": 3, "planned": 10, "missing": 6, "failed": 1, "unscored": 0,
+        "duplicates": 0,
         "environments": {},
         "tail": {
             "kept": {

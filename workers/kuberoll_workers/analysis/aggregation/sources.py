@@ -123,7 +123,9 @@ def read_contents(runs: Sequence[RunFiles], *, observe: Callable[[EndedRecord], 
                 location=shared(location(record.frames or ())),
                 reason=shared(record.reason or ""),
                 turns=record.turn_count + (record.stage == "generation"),
-                generated_tokens=sum(len(message.token_ids) for message in record.messages if message.sampled),
+                # Of an unscored one none is thrown away.
+                generated_tokens=record.tokens
+                or sum(len(message.token_ids) for message in record.messages if message.sampled),
                 unscored=record.unscored,
             )
         else:
