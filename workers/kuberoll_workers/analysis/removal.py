@@ -7,8 +7,8 @@ has what follows from that, and what cannot be known.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, Final, Literal, NamedTuple
 
@@ -78,7 +78,7 @@ class Lengths:
     tokens: Floats
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
     """What was removed from an environment's trajectories.
 
@@ -203,11 +203,13 @@ def removal_of(kept: Lengths, rewards: Floats, removed: Sequence[Removed]) -> Re
     )
 
 
-def adjust(removals: Iterable[Removal | None]) -> None:
-    """Adjust the probabilities of all tests of a run for their number."""
-    tests = [(item, name, chance) for item in removals if item is not None for name, chance in item.tests.items()]
-    for (item, name, _), chance in zip(tests, holm([chance for _, _, chance in tests]), strict=True):
-        item.adjusted[name] = chance
+def adjust(removals: Mapping[str, Removal]) -> dict[str, Removal]:
+    """The same, with the probabilities of all tests of a run adjusted for their number."""
+    tests = [(key, name, chance) for key, item in removals.items() for name, chance in item.tests.items()]
+    adjusted: dict[str, dict[str, float]] = {key: {} for key in removals}
+    for (key, name, _), chance in zip(tests, holm([chance for _, _, chance in tests]), strict=True):
+        adjusted[key][name] = chance
+    return {key: replace(item, adjusted=adjusted[key]) for key, item in removals.items()}
 
 
 def _length_tests(kept: Lengths, lost: Lengths) -> tuple[dict[str, float], bool]:

@@ -50,7 +50,7 @@ class Aggregates:
             of groups.
         contents: The data that the numbers were computed from.
         tasks: Finished trajectories by task, for each environment.
-        removals: What was removed from each environment's; None: nothing.
+        removals: What was removed, of environments of which something was.
     """
 
     job: str | None
@@ -59,7 +59,7 @@ class Aggregates:
     planned: int | None
     contents: Contents
     tasks: Mapping[str, Tasks]
-    removals: Mapping[str, Removal | None]
+    removals: Mapping[str, Removal]
 
     @property
     def trajectories(self) -> int:
@@ -108,11 +108,11 @@ class Aggregates:
 
     def warnings(self) -> list[str]:
         """Lines about environments whose kept trajectories are biased by what was removed."""
-        lines = (item and item.warning(name) for name, item in self.removals.items())
+        lines = (item.warning(name) for name, item in self.removals.items())
         return [line for line in lines if line]
 
     def _environment(self, name: str) -> dict[str, Any]:
-        removal = self.removals[name]
+        removal = self.removals.get(name)
         return {**self.summaries[name].as_json(), "removal": None if removal is None else removal.as_json()}
 
     def task_lines(self) -> Iterator[bytes]:
@@ -190,8 +190,8 @@ def aggregate(
             failures=Counter(f"{item.kind} ({item.stage}): {item.cause}" for item in failures.values()),
             dropped=Counter(item.reason for item in contents.dropped.values() if item.environment == name),
         )
-        removals[name] = _removal(tasks[name].frame, _removed(name, failures, contents.dropped))
-    adjust(removals.values())
+        if (removal := _removal(tasks[name].frame, _removed(name, failures, contents.dropped))) is not None:
+            removals[name] = removal
     if make is not None:
         for name, metrics in own_metrics(contents, make).items():
             summaries[name].metrics = metrics
@@ -202,7 +202,7 @@ def aggregate(
         planned=_planned(manifest),
         contents=contents,
         tasks=tasks,
-        removals=removals,
+        removals=adjust(removals),
     )
 
 

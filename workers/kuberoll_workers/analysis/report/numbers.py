@@ -53,7 +53,7 @@ def run_numbers(aggregates: Aggregates, observer: ReportObserver) -> dict[str, A
     found = distance(observer.throughput)
     for item in (everything, *listed):
         # Environments differ: all together say nothing.
-        removal = aggregates.removals[names[0]] if len(names) == 1 else aggregates.removals.get(item["name"])
+        removal = aggregates.removals.get(names[0] if len(names) == 1 else item["name"])
         item["removal"] = None if removal is None else removal.as_json()
     everything["distance"] = None if found is None else found.as_json()
     return {"all": everything, "environments": listed}
