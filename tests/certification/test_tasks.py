@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,10 @@ async def judged(
     network: str = ONLINE,
     told: str = "Write the word of words.example into `word.txt`.",
     attacks: tuple[str, ...] = (),
+    files: Mapping[str, str] | None = None,
 ) -> Judgement:
     """The judgement on a task, by its solution, nothing and some attacks."""
-    files = {
+    files = {name: text.format(image=image) for name, text in (files or {}).items()} or {
         "task.toml": TOML.format(image=image, network=wants),
         "instruction.md": f"{told}\n",
         "tests/test.sh": TEST,
@@ -120,6 +122,16 @@ async def test_a_solution_is_played_with_and_without_a_network(
         found = await judged(tmp_path, sandboxes, busybox, wants=wants, network=network, solve=solve)
     kinds = {one.kind for one in found.findings}
     assert (found.network, kinds, {one.kind for one in found.warnings}) == expected
+
+
+async def test_solutions_of_steps_are_the_solution(tmp_path: Path, sandboxes: Sandboxes, busybox: str) -> None:  # noqa: F811
+    files = {"task.toml": TOML.replace("{network}", "no-network") + '[[steps]]\nname = "a"\n[[steps]]\nname = "b"\n'}
+    for step in "ab":
+        files[f"steps/{step}/instruction.md"] = f"Write hello into word.txt ({step}).\n"
+        files[f"steps/{step}/tests/test.sh"] = TEST
+        files[f"steps/{step}/solution/solve.sh"] = "echo hello > word.txt\n"
+    found = await judged(tmp_path, sandboxes, busybox, network="{mode: None}", files=files, attacks=("empty-answers",))
+    assert (found.verdict, found.findings, found.unproven) == ("certified", (), ())
 
 
 async def test_memory_of_the_tests_is_measured(tmp_path: Path, sandboxes: Sandboxes, busybox: str) -> None:  # noqa: F811

@@ -34,6 +34,8 @@ class TaskSubject:
         self._player = player
         self._directory = directory_of(row, base)
         self._task: Task | None = None
+        steps = ((row.metadata or {}).get(FIELD) or {}).get("steps") or ()
+        self._solved = bool(steps) and all(step.get("solution") for step in steps)
         self.label = place_of(row, base)
         self.digest = digest
         self.environment = row.task_name
@@ -49,14 +51,13 @@ class TaskSubject:
         except TaskError as error:
             raise StepInvalid(str(error)) from error
         trials = [Trial(kind=_kind(one.name), name=_LEAKS.get(one.name, one.name)) for one in TOGETHER]
-        if not (self._directory / "solution").is_dir():
+        if not self._solved:
             trials = [trial for trial in trials if trial.kind != "solution"]
         try:
             network = has_network(self._player, self._task)
         except UnusableRow as error:
             return Answers(trials=(), unproven=[str(error)])
-        solved = any(trial.kind == "solution" for trial in trials)
-        if solved and (network or self._player.allows_network):
+        if self._solved and (network or self._player.allows_network):
             trials.append(Trial(kind="solution", name=SOLUTION.name, network=not network))
         # Each has a machine of its own, in which no other has left anything.
         return Answers(trials=trials, attack_rounds=1, network=network)
