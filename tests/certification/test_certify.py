@@ -104,6 +104,20 @@ def test_rows_are_certified_refused_or_unproven(tmp_path: Path) -> None:
     assert "never passes" in errors[0]
 
 
+def test_a_broken_solution_contradicts_its_own_row_alone(tmp_path: Path) -> None:
+    right, broken = "def double(x):\n    return 2 * x", "def triple(x):\n    return 3 * x"
+    job = written(tmp_path, [("code", {"tests": TESTS, "solution": code}, "") for code in (right, broken)])
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    lines[1]["prompt"] = lines[0]["prompt"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert CliRunner().invoke(certify, [str(job), "--repetitions", "2"]).exit_code == 1
+    found = {one["where"].rpartition(":")[2]: one for one in certificates(tmp_path)}
+    assert [found[line]["verdict"] for line in "12"] == ["certified", "refused"]
+    # Of answers that were withstood the rewards say all.
+    assert not any(trial.get("detail") for trial in found["1"]["trials"] if trial["kind"] == "attack")
+    assert any(trial.get("detail") for trial in found["2"]["trials"] if trial["kind"] == "solution")
+
+
 def test_a_worked_solution_counts_as_it_stands(tmp_path: Path) -> None:
     solutions = [r"First \boxed{13} plus 28, that is \boxed{41}.", r"It is \boxed{41}.", "Count on your fingers."]
     job = written(tmp_path, [("math", {"ground_truth": "41", "solution": text}, "") for text in solutions])

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.certification.certifying import certify
+from kuberoll_workers.certification.certifying import AT_A_TIME, TASKS_AT_A_TIME, certify
 from kuberoll_workers.certification.files import open_certificates
 from kuberoll_workers.certification.rows import RowSubject, Untried
 from kuberoll_workers.certification.subjects import Subject
@@ -102,7 +102,9 @@ async def certify_job(
                 else:
                     yield _subject(job, row, place_of(row, base), digest, number, runners, reasons, others)
 
-        async for some in certify(subjects(), graders, repetitions=repetitions, parallel=parallel, seed=_SEED):
+        at_a_time = TASKS_AT_A_TIME if players else AT_A_TIME
+        given = {"repetitions": repetitions, "parallel": parallel, "at_a_time": at_a_time, "seed": _SEED}
+        async for some in certify(subjects(), graders, **given):
             file.append(some)
             done(some, tried=True)
 

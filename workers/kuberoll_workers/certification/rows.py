@@ -11,6 +11,7 @@ from typing import Final
 from kuberoll_workers.certification.general import general_trials, leaked
 from kuberoll_workers.certification.subjects import Answers
 from kuberoll_workers.certification.trials import PROMPT, Outcome, Trial
+from kuberoll_workers.certification.verdicts import passes
 from kuberoll_workers.dataset.rows import Row
 from kuberoll_workers.environments.interface import ChatMessage, Episode, Metadata
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome
@@ -95,14 +96,19 @@ class RowSubject:
         )
 
     async def _of_twins(self, messages: Sequence[ChatMessage], state: Metadata) -> list[Trial]:
-        """The solutions of other rows with the same prompt."""
+        """The solutions of other rows with the same prompt that are right for these rows."""
         found = []
         for twin in self._twins:
             known = await self._runner.find_trials(self._episode(messages, {**(state or {}), **(twin.metadata or {})}))
-            found += [
-                Trial(kind="solution", name=f"{name} of {twin.where}"[:_NAME], responses=responses)
-                for name, responses in known.solutions.items()
-            ]
+            own = RowSubject(
+                twin, self._runner, label=twin.where, digest="", seed=self._seed, max_turns=self._max_turns
+            )
+            for name, responses in known.solutions.items():
+                trial = Trial(kind="solution", name=f"{name} of {twin.where}"[:_NAME], responses=responses)
+                reward = (await own.play(trial, 0)).reward
+                # One that is broken contradicts its own row, and no other.
+                if reward is not None and passes(reward, known.full_reward or 1.0):
+                    found.append(trial)
         return found
 
     async def play(self, trial: Trial, repetition: int) -> Outcome:  # noqa: ARG002 - each is graded alike
