@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ from kuberoll_workers.environments.programs import (
     scratch,
 )
 from kuberoll_workers.environments.programs.model import TRUNCATED
-from kuberoll_workers.environments.programs.runner import ProgramLost
+from kuberoll_workers.environments.programs.runner import DiskFull, ProgramLost
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,41 @@ def test_a_program_whose_supervisor_is_killed_has_no_outcome() -> None:
             running.result()
         assert cause_of(lost.value) == Cause("ProcessKilled")
         assert runner.run(Program.python("print(1)")).stdout == "1\n"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system of 4 MiB in which programs run."""
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted: {done.stderr.strip()}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    try:
+        yield tmp_path
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.slow
+def test_a_program_on_a_full_disk_has_no_outcome(runner: ProgramRunner, small_disk: Path) -> None:
+    """Others have filled it; a program may catch the error, and print that its answer is wrong."""
+    source = "try:\n    open('f', 'wb').write(b'x' * (1 << 20))\nexcept OSError:\n    print('wrong')"
+    assert runner.run(Program.python(source)).stdout == ""
+    with (small_disk / "of others").open("wb") as file:
+        # There is room for the program.
+        while shutil.disk_usage(small_disk).free > 40 << 10:
+            file.write(b"x" * 4096)
+            file.flush()
+    with pytest.raises(DiskFull) as full:
+        runner.run(Program.python(source))
+    assert cause_of(full.value) == Cause("ResourceExhausted", Evidence(error="ENOSPC"))
+    (small_disk / "of others").unlink()
+    assert runner.run(Program.python(source)).stdout == ""
+    # Beyond its own limit it is the program's doing.
+    beyond = "open('f', 'wb').write(b'x' * (2 << 20))"
+    assert runner.run(Program.python(beyond, limits=Limits(disk=1 << 20, file=1 << 22))).kind == "disk"
 
 
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")

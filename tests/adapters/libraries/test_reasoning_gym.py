@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -86,6 +87,24 @@ def test_an_answer_that_the_verifier_cannot_read_gets_nothing() -> None:
     tasks = environment("prime_factorization")
     (row,) = tasks.generate_dataset(1, seed=0)
     assert step_one(tasks, "<answer>three primes</answer>", row["metadata"]).rewards == [0.0]
+
+
+def test_an_answer_that_the_machine_could_not_verify_is_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = environment()
+    (row,) = tasks.generate_dataset(1, seed=0)
+    score = tasks._verifier.score_answer
+    troubles = iter([OSError(errno.ENOSPC, "no space left on device")])
+
+    def once(answer: Any, entry: Any) -> float:
+        if (trouble := next(troubles, None)) is not None:
+            raise trouble
+        return float(score(answer, entry))
+
+    monkeypatch.setattr(tasks._verifier, "score_answer", once)
+    reply = f"<answer>{row['metadata']['answer']}</answer>"
+    with pytest.raises(OSError, match="no space left"):
+        step_one(tasks, reply, row["metadata"])
+    assert step_one(tasks, reply, row["metadata"]).rewards == [1.0]
 
 
 def test_grids_are_compared_after_json() -> None:

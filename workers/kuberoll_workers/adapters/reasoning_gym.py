@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue
 from kuberoll_workers.adapters.lossless import decode, encode
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.turn import Reply, Turn, TurnEnvironment, mean
+from kuberoll_workers.environments.exception_causes import cause_of
 from kuberoll_workers.environments.interface import (
     Metadata,
     UnusableRow,
@@ -136,7 +137,9 @@ class ReasoningGymEnvironment(TurnEnvironment):
         try:
             score: float = self._verifier.score_answer(answer, entry)
             return score
-        except Exception:
+        except Exception as error:
+            if cause_of(error).kind == "infrastructure":
+                raise
             # The answer is at fault if the verifier can score the entry's own.
             try:
                 self._verifier.score_answer(entry["answer"], entry)

@@ -26,6 +26,10 @@ class ProgramKilled(ProgramFailed):
     """The machine killed the program, and not for a limit of its own: nothing is known about it."""
 
 
+class MachineFull(ProgramFailed):
+    """The machine's disk was full while the program ran: nothing is known about it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of one program with everything that it starts.
@@ -146,13 +150,15 @@ class Outcome:
         Raises:
             ConfinementUnavailable: The program could not be confined.
             ProgramFailed: The program could not be started.
-            ProgramKilled: The machine killed it.
+            ProgramKilled, MachineFull: The machine killed it, or had no room for its files.
         """
         found: dict[str, Any] = json.loads(data)
         if "unavailable" in found:
             raise ConfinementUnavailable(found["unavailable"])
         if "killed" in found:
             raise ProgramKilled(found["killed"])
+        if "full" in found:
+            raise MachineFull(found["full"])
         if "failed" in found:
             raise ProgramFailed(found["failed"])
         return cls(**found)

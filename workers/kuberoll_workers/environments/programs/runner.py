@@ -21,6 +21,7 @@ from kuberoll_workers.environments.interface import Unavailable
 from kuberoll_workers.environments.programs import scratch
 from kuberoll_workers.environments.programs.model import (
     ConfinementUnavailable,
+    MachineFull,
     Outcome,
     Program,
     ProgramFailed,
@@ -34,6 +35,12 @@ class ProgramLost(Unavailable, ProgramFailed):
     """The program, or who runs it, was killed from outside: nothing is known about it."""
 
     reason: ClassVar[ReasonName] = "ProcessKilled"
+
+
+class DiskFull(Unavailable, MachineFull):
+    """The machine had no room for a program's files."""
+
+    reason: ClassVar[ReasonName] = "ResourceExhausted"
 
 
 class ProgramRunner:
@@ -60,6 +67,7 @@ class ProgramRunner:
             ConfinementUnavailable: This machine lacks a layer of the confinement.
             ProgramFailed: The program could not be started.
             ProgramLost: The machine killed it, or its supervisor.
+            DiskFull: It had no room for its files.
         """
         with self._slots:
             directory = tempfile.mkdtemp(prefix="kuberoll-program-")
@@ -69,6 +77,8 @@ class ProgramRunner:
                 return Outcome.from_json(self._ask(program.to_json(os.path.realpath(directory)) + b"\n"))
             except ProgramKilled as error:
                 raise ProgramLost(str(error), evidence=Evidence(signal="SIGKILL")) from error
+            except MachineFull as error:
+                raise DiskFull(str(error), evidence=Evidence(error="ENOSPC")) from error
             finally:
                 scratch.remove(directory)
 

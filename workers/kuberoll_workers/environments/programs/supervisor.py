@@ -30,6 +30,7 @@ from kuberoll_workers.environments.programs.model import (
     TRUNCATED,
     ConfinementUnavailable,
     Limits,
+    MachineFull,
     Outcome,
     OutcomeKind,
     ProgramFailed,
@@ -46,6 +47,8 @@ _NOTIFICATION = struct.Struct("=QIIiIQ6Q")
 _RESPONSE = struct.Struct("=QqiI")
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _CONTINUE = 1
+# Room on a disk that is as good as none.
+_LITTLE = 64 << 10
 # By SIGKILL, and as a shell says that its program was.
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
@@ -60,6 +63,8 @@ def supervise(client: socket.socket, filter: Filter, *, signals_are_scoped: bool
         answer = {"unavailable": str(error)}
     except ProgramKilled as error:
         answer = {"killed": str(error)}
+    except MachineFull as error:
+        answer = {"full": str(error)}
     except Exception as error:
         answer = {"failed": f"{type(error).__name__}: {error}"}
     client.setblocking(True)
@@ -75,6 +80,12 @@ def _kills_for_memory() -> int:
             if name == "oom_kill":
                 return int(count)
     return 0
+
+
+def _room(directory: str) -> int:
+    """Bytes that a directory's file system has left."""
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
 
 
 def _waited() -> float:
@@ -159,6 +170,9 @@ class _Supervision:
         code = os.waitstatus_to_exitcode(status)
         if kind is None:
             kind = self._kind(code, cpu)
+            if kind in ("ok", "error") and _room(self._scratch) < _LITTLE:
+                # Whatever it has caught and printed: its files may have failed for that.
+                raise MachineFull(f"the disk of {self._scratch} was full while the program ran")
         return Outcome(
             kind=kind,
             exit_code=code if kind in ("ok", "error") else None,
