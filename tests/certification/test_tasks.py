@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +35,7 @@ kind: RolloutJob
 metadata: {{name: tasks}}
 spec:
   generation: {{engine: Simulated, model: {{source: tiny}}, toolCallParser: hermes}}
-  dataset: {{source: {{uri: tasks}}}}
+  dataset: {{source: {{uri: {uri}}}}}
   environments:
     - name: tasks
       agent: {{tools: {{}}}}
@@ -60,6 +62,7 @@ async def judged(
     told: str = "Write the word of words.example into `word.txt`.",
     attacks: tuple[str, ...] = (),
     files: Mapping[str, str] | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> Judgement:
     """The judgement on a task, by its solution, nothing and some attacks."""
     files = {name: text.format(image=image) for name, text in (files or {}).items()} or {
@@ -69,7 +72,9 @@ async def judged(
         "solution/solve.sh": solve,
     }
     write_task(directory / "tasks/word", files)
-    (directory / "job.yaml").write_text(JOB.format(network=network))
+    (directory / "job.yaml").write_text(JOB.format(network=network, uri="tasks" if given is None else "rows.jsonl"))
+    if given is not None:
+        (directory / "rows.jsonl").write_text(json.dumps({"prompt": told, "metadata": {"task": given}}))
     job = load_job(directory / "job.yaml", ())
     [row] = rows_of(job, base=directory, environment=lambda name: pytest.fail(name))
     options = job.spec.environments[0].sandbox
@@ -132,6 +137,27 @@ async def test_solutions_of_steps_are_the_solution(tmp_path: Path, sandboxes: Sa
         files[f"steps/{step}/solution/solve.sh"] = "echo hello > word.txt\n"
     found = await judged(tmp_path, sandboxes, busybox, network="{mode: None}", files=files, attacks=("empty-answers",))
     assert (found.verdict, found.findings, found.unproven) == ("certified", (), ())
+
+
+@pytest.mark.parametrize(("word", "expected"), [("hello", ("certified", [])), ("bye", ("refused", ["never_passes"]))])
+async def test_what_a_row_says_of_its_task_counts(
+    word: str,
+    expected: object,
+    tmp_path: Path,
+    sandboxes: Sandboxes,  # noqa: F811
+    busybox: str,  # noqa: F811
+) -> None:
+    given = {"directory": "tasks/word", "tests": {"test.sh": TEST.replace("hello", word)}}
+    offline = {"network": "{mode: None}", "solve": "echo hello > word.txt\n"}
+    found = await judged(tmp_path, sandboxes, busybox, **offline, given=given, attacks=("empty-answers",))  # type: ignore[arg-type]
+    assert (found.verdict, [one.kind for one in found.findings]) == expected
+
+
+async def test_a_task_without_a_directory_is_played(tmp_path: Path, sandboxes: Sandboxes, busybox: str) -> None:  # noqa: F811
+    given = {"tests": {"test.sh": TEST}, "environment": {"docker_image": busybox}}
+    found = await judged(tmp_path, sandboxes, busybox, network="{mode: None}", given=given, attacks=("empty-answers",))
+    assert (found.verdict, found.findings) == ("unproven", ())
+    assert "no solution" in found.unproven[0]
 
 
 async def test_memory_of_the_tests_is_measured(tmp_path: Path, sandboxes: Sandboxes, busybox: str) -> None:  # noqa: F811

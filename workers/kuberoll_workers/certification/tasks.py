@@ -12,12 +12,10 @@ from kuberoll_workers.dataset.certificates import place_of
 from kuberoll_workers.dataset.rows import Row
 from kuberoll_workers.dataset.sources import resolve_path
 from kuberoll_workers.environments.interface import UnusableRow
-from kuberoll_workers.environments.outcome import StepInvalid
-from kuberoll_workers.harbor.mistakes import TaskError
+from kuberoll_workers.harbor.given import NOWHERE
 from kuberoll_workers.harbor.playing import Player
 from kuberoll_workers.harbor.rows import FIELD
-from kuberoll_workers.harbor.task import Task, read_task
-from kuberoll_workers.harbor.trials import SOLUTION, TOGETHER, has_network, play_trial
+from kuberoll_workers.harbor.trials import SOLUTION, TOGETHER, has_network, play_fields
 
 _LEAKS: Final = {"stated-answer": f"{PROMPT}'s stated answer", "backups": f"{PROMPT}'s machine, copies in it"}
 """Attacks that answer with what the policy is given."""
@@ -32,10 +30,9 @@ class TaskSubject:
             base: Directory of relative paths: the manifest's.
         """
         self._player = player
+        self._messages = row.messages
+        self._fields: Mapping[str, Any] | None = (row.metadata or {}).get(FIELD)
         self._directory = directory_of(row, base)
-        self._task: Task | None = None
-        steps = ((row.metadata or {}).get(FIELD) or {}).get("steps") or ()
-        self._solved = bool(steps) and all(step.get("solution") for step in steps)
         self.label = place_of(row, base)
         self.digest = digest
         self.environment = row.task_name
@@ -44,31 +41,30 @@ class TaskSubject:
 
     async def answers(self) -> Answers:
         """See `Subject.answers`."""
-        if self._directory is None:
-            return Answers(trials=(), unproven=["the row describes its task itself, without a directory"])
-        try:
-            self._task = read_task(self._directory)
-        except TaskError as error:
-            raise StepInvalid(str(error)) from error
+        if self._fields is None:
+            return Answers(trials=(), unproven=["the row has no task"])
         trials = [Trial(kind=_kind(one.name), name=_LEAKS.get(one.name, one.name)) for one in TOGETHER]
-        if not self._solved:
-            trials = [trial for trial in trials if trial.kind != "solution"]
+        solved = all(step.get("solution") for step in self._fields["steps"])
         try:
-            network = has_network(self._player, self._task)
+            network = has_network(self._player, self._fields)
         except UnusableRow as error:
             return Answers(trials=(), unproven=[str(error)])
-        if self._solved and (network or self._player.allows_network):
+        if not solved:
+            trials = [trial for trial in trials if trial.kind != "solution"]
+        elif network or self._player.allows_network:
             trials.append(Trial(kind="solution", name=SOLUTION.name, network=not network))
         # Each has a machine of its own, in which no other has left anything.
         return Answers(trials=trials, attack_rounds=1, network=network)
 
     async def play(self, trial: Trial, repetition: int) -> Outcome:  # noqa: ARG002 - each has a machine of its own
         """See `Subject.play`."""
-        assert self._task is not None
-        played = await play_trial(
+        assert self._fields is not None
+        played = await play_fields(
             self._player,
-            self._task,
+            self._fields,
+            self._directory,
             next(one for one in TOGETHER if _LEAKS.get(one.name, one.name) == trial.name),
+            messages=self._messages,
             network=trial.network,
         )
         said = [played.output.strip()[-300:], *(f"changed {path}" for path in played.changed[:3])]
@@ -86,10 +82,10 @@ class TaskSubject:
         )
 
 
-def directory_of(row: Row, base: Path) -> Path | None:
-    """The directory of a row's task; None: it has none."""
+def directory_of(row: Row, base: Path) -> Path:
+    """The directory of a row's task; that of none, if it has none."""
     named = ((row.metadata or {}).get(FIELD) or {}).get("directory")
-    return resolve_path(named, base) if isinstance(named, str) and named else None
+    return resolve_path(named, base).resolve() if isinstance(named, str) and named else NOWHERE
 
 
 def _kind(name: str) -> TrialKind:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from kuberoll_api.model.sandboxes import SandboxNetwork
 from kuberoll_workers.data.stated import stated_answers
 from kuberoll_workers.environments.agents.commands import AgentFailed
 from kuberoll_workers.environments.agents.episode import AgentEpisode
-from kuberoll_workers.environments.interface import UnusableRow
+from kuberoll_workers.environments.interface import ChatMessage, UnusableRow
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepRaised
 from kuberoll_workers.harbor.agents import Agent, NoAgent, OracleAgent, Work
 from kuberoll_workers.harbor.attacks import ATTACKS, PLACED, PLACES, Attack, paths_of, script_of
@@ -148,9 +149,31 @@ class _Timed:
 
 
 async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool | None = None) -> Outcome:
-    """Play a task once, in a machine of its own.
+    """Play a task in a directory once, in a machine of its own; see `play_fields`."""
+    try:
+        row = await asyncio.to_thread(row_of, task, str(task.directory))
+    except (UnusableRow, OSError) as error:
+        return Outcome(trial=trial.name, problem=_words(error))
+    return await play_fields(
+        player, row["metadata"][FIELD], task.directory, trial, messages=row["messages"], network=network
+    )
+
+
+async def play_fields(
+    player: Player,
+    fields: Mapping[str, Any],
+    directory: Path,
+    trial: Trial,
+    *,
+    messages: Sequence[ChatMessage],
+    network: bool | None = None,
+) -> Outcome:
+    """Play the task of a row once, in a machine of its own.
 
     Args:
+        fields: What the row says of its task (`harbor.rows`, the fields of `metadata.harbor`).
+        directory: The task's directory here.
+        messages: The row's.
         network: Whether machines reach what the job allows at most, whatever the task says; None: as the task says.
 
     Returns:
@@ -165,11 +188,9 @@ async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool 
     outcome = Outcome(trial=trial.name)
     began = time.monotonic()
     try:
-        row = await asyncio.to_thread(row_of, task, str(task.directory))
-        fields = row["metadata"][FIELD]
         if attacker is not None:
             attacker.ends = len(fields["steps"]) == 1
-        result = await player.play(_opened(fields) if network else fields, task.directory, agent, _episode(row))
+        result = await player.play(_opened(fields) if network else fields, directory, agent, _episode(messages))
         last = result.tested[-1]
         outcome = dataclasses.replace(
             outcome,
@@ -197,14 +218,13 @@ async def play_trial(player: Player, task: Task, trial: Trial, *, network: bool 
     )
 
 
-def has_network(player: Player, task: Task) -> bool:
-    """Whether a task is played with a network, as the job and the task say.
+def has_network(player: Player, fields: Mapping[str, Any]) -> bool:
+    """Whether the task of a row is played with a network, as the job and the task say.
 
     Raises:
         UnusableRow: It asks for what the job does not allow.
     """
-    machine = row_of(task, str(task.directory))["metadata"][FIELD]["machine"]
-    return reach(machine["network"], player.options.network).mode != "None"
+    return reach(fields["machine"]["network"], player.options.network).mode != "None"
 
 
 def _opened(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,11 +247,11 @@ def _words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _episode(row: Mapping[str, Any]) -> AgentEpisode:
+def _episode(messages: Sequence[ChatMessage]) -> AgentEpisode:
     """An episode without a policy."""
     return AgentEpisode(
         id="trial",
-        messages=row["messages"],
+        messages=messages,
         metadata={},
         tools=None,
         config={},
