@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from tests import second_chance, summary
 from tests.environments.local_ray import local_ray
 from tests.examples import QUICK_EXAMPLES
+from tests.starting import THRESHOLDS, start_faster
 
 if TYPE_CHECKING:
     from tests.containers.containerd import Containerd
@@ -25,6 +26,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 # Collections would look at everything that is imported again and again: a sixth of the time that it takes to import it.
 gc.disable()
+
+# What tests start imports no less than they do.
+start_faster()
 
 # A shell lets the commands that it starts in the background ignore Ctrl-C, and all processes of the tests would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -114,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     # By default collections take 9 of some 100 seconds of the quick tests, and with these thresholds 4.
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(*THRESHOLDS)
     gc.enable()
 
 
