@@ -234,16 +234,15 @@ async def test_a_judge_that_comes_back_during_the_run_costs_nothing(
     tmp_path: Path, tokenizer: HuggingFaceTokenizer
 ) -> None:
     async with judge_with_outages(out=True) as (judge, environment):
-        # Every first attempt of the eight is refused, twice.
-        refused = iter(range(16))
+        # All but one are refused at first, twice.
+        refused = iter(range(14))
         judge.answer = lambda prompt: equality(prompt) if next(refused, None) is None else refuse(prompt)
         asked, progress = await run(tmp_path, tokenizer, job(environment))
     assert (len(asked), progress.trajectories, progress.failed, progress.unscored) == (8, 8, 0, 0)
+    # What was scored before counts once, too.
+    assert progress.resumed == 0
     assert len(finished(tmp_path)) == 8
-    assert len(failed(tmp_path)) == 8
-
-
-ROOMS = "tests.rollouts.outages:Rooms"
+    assert len(failed(tmp_path)) in (6, 7)
 
 
 @pytest.mark.parametrize("name", ["Rooms", "ReplayedRooms", "ClosedRooms"])

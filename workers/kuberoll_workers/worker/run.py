@@ -221,7 +221,9 @@ async def play_shards(
         if unscored_only:
             # They have been counted.
             progress.forget_unscored()
-        stored, filtered = len(store.state.stored), len(store.state.filtered)
+        # Of earlier processes.
+        stored = len(store.state.stored) - progress.trajectories
+        filtered = len(store.state.filtered) - progress.filtered
         progress.resumed = stored + filtered
         metrics.read_counts = lambda: TrajectoryCounts(
             planned=config.planned,
