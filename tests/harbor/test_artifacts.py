@@ -50,3 +50,23 @@ def test_contents_stay(directory: Path) -> None:
         file = opened.extractfile("./in/a")
         assert file is not None
         assert file.read() == b"in/a"
+
+
+@pytest.mark.parametrize(
+    ("target", "stays"),
+    [
+        ("/etc/passwd", False),
+        ("../outside", False),
+        ("sub/../../outside", False),
+        ("sub/a", True),
+        ("none", True),
+        (".", True),
+    ],
+)
+def test_links_out_of_the_directory_do_not_come_along(target: str, stays: bool, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/a").write_text("a")
+    (tmp_path / "link").symlink_to(target)
+    (tmp_path / "sub/up").symlink_to("../sub/a")
+    found = names(without(archive(tmp_path), []))
+    assert found == {".", "./sub", "./sub/a", "./sub/up"} | ({"./link"} if stays else set())

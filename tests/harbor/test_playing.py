@@ -257,6 +257,18 @@ async def test_tests_in_a_machine_of_their_own(play: Playing, tmp_path: Path) ->
     assert (await play(act, verifier=verifier)).rewards == {"reward": 1.0}
 
 
+async def test_links_that_an_agent_leaves_keep_no_tests_from_running(play: Playing, tmp_path: Path) -> None:
+    test = "#!/bin/sh\necho 0 > /logs/verifier/reward.txt\n"
+    image = busybox_layout(tmp_path / "tests-image", files={"tests/test.sh": test})
+    verifier = 'environment_mode = "separate"\n[verifier.environment]\nnetwork_mode = "no-network"\n'
+    verifier += f'docker_image = "{image}"'
+
+    async def act(work: Work) -> None:
+        await work.sandbox.exec("cd /logs/artifacts; ln -s /etc/passwd a; ln -s ../../.. b; mkfifo c; echo d > d")
+
+    assert (await play(act, verifier=verifier)).rewards == {"reward": 0.0}
+
+
 async def test_tests_in_a_machine_of_their_own_find_artifacts_and_the_files_of_the_task(play: Playing) -> None:
     test = (
         '#!/bin/sh\n[ "$(cat /work/report.txt)$(cat /work/out/in/kept)$(cat /work/given)" = "reportkeptgiven" ] && '

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import io
+import itertools
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -19,7 +20,8 @@ _TREE_BYTES: Final = 256 << 20
 async def collect(sandbox: Sandbox, artifacts: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     """Archives of the directory of artifacts and of those that a step names (`harbor.rows`, STEP), by their paths.
 
-    What is not there is left out; the tests miss it if they need it.
+    What is not there is left out, and so are links out of a directory, which cannot come along: the tests miss it if
+    they need it.
     """
     found = {}
     for artifact in [{"source": ARTIFACTS}, *artifacts]:
@@ -42,18 +44,32 @@ async def place(sandbox: Sandbox, archives: Mapping[str, bytes]) -> None:
 
 
 def without(archive: bytes, patterns: Sequence[str]) -> bytes:
-    """An archive of a directory without what patterns name, with `tar --exclude`'s rules; that of a file as it is."""
-    if not patterns:
-        return archive
-    kept = io.BytesIO()
-    with (
-        tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as given,
-        tarfile.open(fileobj=kept, mode="w", format=tarfile.PAX_FORMAT) as to,
-    ):
-        for member in given:
-            if not _is_excluded(member.name, patterns):
+    """An archive of a directory without links out of it, and what patterns name, with `tar --exclude`'s rules.
+
+    That of a file is as it is.
+    """
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as given:
+        members = given.getmembers()
+        kept = [one for one in members if _stays(one) and not (patterns and _is_excluded(one.name, patterns))]
+        if len(kept) == len(members):
+            return archive
+        found = io.BytesIO()
+        with tarfile.open(fileobj=found, mode="w", format=tarfile.PAX_FORMAT) as to:
+            for member in kept:
                 to.addfile(member, given.extractfile(member) if member.isfile() else None)
-    return kept.getvalue()
+    return found.getvalue()
+
+
+def _stays(member: tarfile.TarInfo) -> bool:
+    """False for a link that may lead out of the directory, and for what is no file, directory or link."""
+    if not member.issym():
+        return member.isfile() or member.isdir() or member.islnk()
+    target = PurePosixPath(member.linkname).parts
+    up = len(list(itertools.takewhile(lambda part: part == "..", target)))
+    # A name after which it goes up again may be a link itself.
+    return (
+        not member.linkname.startswith("/") and ".." not in target[up:] and up < len(PurePosixPath(member.name).parts)
+    )
 
 
 def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
