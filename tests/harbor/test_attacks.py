@@ -83,6 +83,15 @@ def test_a_pretence_passes_for_the_work(name: str, files: dict[str, str], check:
     assert subprocess.run(check, shell=True, cwd=tmp_path, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("name", ["answers-everything", "answers-report", "answers-code", "answers-passed"])
+def test_a_text_that_is_run_as_a_program_ends(name: str, tmp_path: Path) -> None:
+    attack = next(one for one in (*ATTACKS, *PRETENCE_ATTACKS) if one.name == name)
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    argv = ["/bin/sh", "-c", script_of(attack), "attack", "run.sh"]
+    subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, check=True)
+    subprocess.run(["/bin/sh", "run.sh"], cwd=tmp_path, env=environment, capture_output=True, check=False, timeout=60)
+
+
 def test_paths_of_an_instruction() -> None:
     told = "Write hello into /work/hello.txt, then `out/a.csv`; see https://example.org/b.html and ./run. Not /tests/x."
     found = paths_of(told)

@@ -56,7 +56,7 @@ def _modules(body: str, before: str = "") -> str:
 
 PRETENCES: Final = (
     Attack("answers-everything", "answers with many numbers and words", 'for path in "$@"; do put "$path" '
-           '"$(seq -20 1000; echo yes no true false none A B C D E correct 987654.321)"; done'),
+           '"$(seq -20 1000; echo none yes no true false A B C D E correct 987654.321)"; done'),
     Attack("answers-report", "answers that nothing has failed", answers(_CHEERS)),
     Attack("answers-code", "answers with code that ends who evaluates it", answers('__import__("os")._exit(0)')),
     Attack(
