@@ -13,8 +13,13 @@ class Rooms:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.directory = Path(config["directory"])
+        # A word in a second response that is never taken.
+        self.broken = config.get("broken")
 
     def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+        for log, state in zip(message_log_batch, metadata, strict=True):
+            if state.get("turn") == 1 and self.broken is not None and self.broken in log[-1]["content"]:
+                raise ValueError("a bug")
         turns = [state.get("turn", 0) + 1 for state in metadata]
         for turn in turns:
             if (self.directory / f"out-{turn}").exists():

@@ -382,6 +382,31 @@ def test_whenever_the_judge_is_out_each_response_is_sampled_once(
         asyncio.run(play(Path(made)))
 
 
+async def test_what_is_not_tried_again_still_counts_as_failed(tmp_path: Path, tokenizer: HuggingFaceTokenizer) -> None:
+    """Of atomic groups one sample has failed for good: scoring the others would complete none."""
+    environment = {
+        "name": "rooms",
+        "entrypoint": "tests.rollouts.outages:Rooms",
+        "isolation": "Inline",
+        "config": {"directory": str(tmp_path), "broken": "left"},
+    }
+    rollout = {
+        "maxTurns": 4,
+        "groups": {"atomic": True},
+        "retries": {"environmentAttempts": 1, "backoffSeconds": 0.01},
+    }
+    output = tmp_path / "output"
+    output.mkdir()
+    (tmp_path / "out-2").touch()
+    _, progress = await run(output, tokenizer, job(environment, rollout=rollout))
+    counts: dict[Any, FailureRecord] = {}
+    for failure in failed(output):
+        counts[failure.key] = max(failure, counts.get(failure.key, failure), key=lambda one: one.attempt)
+    assert (progress.trajectories, progress.failed) == (0, 8)
+    assert progress.unscored == sum(failure.unscored for failure in counts.values())
+    assert 0 < progress.unscored < 8
+
+
 FAILED = TrajectoryFailed("gone", reason="DependencyUnavailable", stage="environment")
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 IDS = st.lists(st.integers(0, 99), min_size=1, max_size=4)

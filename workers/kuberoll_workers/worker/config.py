@@ -156,9 +156,10 @@ class Progress:
         return total
 
     def forget_unscored(self) -> None:
-        """Take the unscored trajectories from the counts: they are played again."""
-        self.failed -= self.unscored
-        self.unscored = 0
+        """Take an unscored trajectory from the counts: it was played again, and its new result is counted."""
+        if self.unscored:
+            self.failed -= 1
+            self.unscored -= 1
 
     def update(self, activity: Activity) -> None:
         """Take over the counts of the present work."""

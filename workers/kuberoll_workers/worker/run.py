@@ -202,6 +202,8 @@ async def play_shards(
         def count(result: Result) -> None:
             nonlocal durable
             durable += 1
+            if unscored_only:
+                progress.forget_unscored()
             progress.add(result)
 
         store = ResultStore(
@@ -218,9 +220,6 @@ async def play_shards(
             oversample=job.spec.rollout.groups.oversample,
         )
         stack.push_async_callback(store.close)
-        if unscored_only:
-            # They have been counted.
-            progress.forget_unscored()
         # Of earlier processes.
         stored = len(store.state.stored) - progress.trajectories
         filtered = len(store.state.filtered) - progress.filtered
