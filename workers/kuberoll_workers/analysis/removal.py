@@ -25,6 +25,7 @@ from kuberoll_workers.analysis.statistics import (
     stratified_ranks,
     unpaired_difference,
 )
+from kuberoll_workers.data.stop_reasons import ENDINGS
 
 Verdict = Literal["longer", "exposed", "none", "unclear"]
 """What the tests say of an environment. `longer`: long trajectories were removed more often. `exposed`: the kept
@@ -40,8 +41,7 @@ _MOST_TURNS: Final = 1 << 20
 _REMEDIES: Final = {
     "TurnDeadline": "raise timeouts.turnSeconds, or let maxTurns or maxTokens end them, which is scored",
     "TrajectoryDeadline": "raise timeouts.trajectorySeconds, or let maxTurns or maxTokens end them, which is scored",
-    "stale": "raise rollout.onPolicy.maxLag, or use onStale: Finish",
-    "oversampled": "lower rollout.groups.oversample",
+    **{name: ending.remedy for name, ending in ENDINGS.items() if ending.remedy},
 }
 """What to do about reasons that remove the slow."""
 

@@ -35,6 +35,8 @@ class Ending:
         whole_group: Its prompt group is given up as a whole, and never run again.
         precedence: Rank of its lines among the lines of a trajectory: the greatest counts. A resumed run runs those of
             0 again.
+        by_rewards: The rewards of its group decide, which are all equal: without it nothing is missing.
+        remedy: What to do where it removes the slow; empty: it does not.
         rate, flag: Names of its share of all samples, and of its mark on one, in NeMo RL's metrics; of finished ones.
     """
 
@@ -45,6 +47,8 @@ class Ending:
     cut: bool = False
     whole_group: bool = False
     precedence: int = 0
+    by_rewards: bool = False
+    remedy: str = ""
     rate: str = ""
     flag: str = ""
 
@@ -80,7 +84,10 @@ ENDINGS: Final[Mapping[str, Ending]] = {
     ),
     "failed": Ending(kind="failed", title="failed", words="it failed"),
     "oversampled": Ending(
-        kind="dropped", title="oversampled", words="enough other samples of its group finished first"
+        kind="dropped",
+        title="oversampled",
+        words="enough other samples of its group finished first",
+        remedy="lower rollout.groups.oversample",
     ),
     "filtered": Ending(
         kind="dropped",
@@ -88,6 +95,7 @@ ENDINGS: Final[Mapping[str, Ending]] = {
         words="its group was filtered out (rollout.groups.dropEqualRewards)",
         whole_group=True,
         precedence=1,
+        by_rewards=True,
     ),
     # It counts although its trajectory has finished.
     "stale": Ending(
@@ -96,6 +104,7 @@ ENDINGS: Final[Mapping[str, Ending]] = {
         words="its group is older than rollout.onPolicy.maxLag allows",
         whole_group=True,
         precedence=_FINISHED + 1,
+        remedy="raise rollout.onPolicy.maxLag, or use onStale: Finish",
     ),
 }
 """What is true of each outcome, in the order in which outcomes are listed."""

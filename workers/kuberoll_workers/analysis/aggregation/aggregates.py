@@ -25,7 +25,7 @@ from kuberoll_workers.analysis.aggregation.sources import Contents, Dropped, Fai
 from kuberoll_workers.analysis.aggregation.table import REWARD, TOKENS, TURNS, Frame, Table
 from kuberoll_workers.analysis.removal import Lengths, Removal, Removed, adjust, removal_of
 from kuberoll_workers.data.record import TrajectoryKey
-from kuberoll_workers.data.stop_reasons import WHOLE_GROUP
+from kuberoll_workers.data.stop_reasons import ENDINGS, WHOLE_GROUP
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.run_directory import AGGREGATES, RunManifest
 from kuberoll_workers.output.run_files import RunFiles
@@ -240,7 +240,7 @@ def _removed(
             with_group=item.reason in WHOLE_GROUP,
         )
         for key, item in dropped.items()
-        if item.environment == name and item.reason != "filtered"
+        if item.environment == name and not ENDINGS[item.reason].by_rewards
     ]
 
 
