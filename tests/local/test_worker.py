@@ -20,6 +20,7 @@ from kuberoll_workers.output.records import failures as read_failures
 from kuberoll_workers.output.records import shard_name
 from kuberoll_workers.output.records import trajectories as read_trajectories
 from kuberoll_workers.output.storage import DirectoryStorage
+from kuberoll_workers.output.store import ResultStore
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing
 from kuberoll_workers.telemetry import RolloutMetrics
@@ -316,7 +317,7 @@ async def test_a_worker_that_lost_a_trajectory_does_not_say_that_it_is_done(
     endpoint: Endpoint, outputs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, output = outputs
-    monkeypatch.setattr(Progress, "add", lambda progress, result: None)
+    monkeypatch.setattr(ResultStore, "_done", lambda *_, **__: None)
     with pytest.raises(TrajectoriesMissing, match="18 trajectories ended, but only 0 of them are stored"):
         await run(endpoint, output, job())
 

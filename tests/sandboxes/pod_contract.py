@@ -61,8 +61,8 @@ class PodContract(DriverContract):
 
     ways_to_end: ClassVar[tuple[str, ...]] = ("delete",)
     """Ways in which others end a pod."""
-    events: ClassVar[frozenset[tuple[str, str]]] = frozenset({("delete", "Deleted")})
-    """What is said of each."""
+    events: ClassVar[frozenset[tuple[str, str]]] = frozenset({("delete", "Deleted"), ("delete", "Error")})
+    """What is said of each: of the container, where it is the first to end."""
 
     async def test_its_server_hears_nobody_from_inside(self, machines: Machines) -> None:
         async with machines.one() as sandbox:

@@ -31,7 +31,9 @@ class TestRealPods(PodContract):
     """The contract of pods."""
 
     ways_to_end = ("delete", "force", "evict")
-    events = frozenset({("delete", "Deleted"), ("force", "Deleted"), ("evict", "EvictionByEvictionAPI")})
+    events = frozenset(
+        {("delete", "Deleted"), ("delete", "Error"), ("force", "Deleted"), ("evict", "EvictionByEvictionAPI")}
+    )
 
     @pytest.mark.parametrize("kind", _IMPOSSIBLE)
     async def test_an_image_that_never_runs_is_no_loss(

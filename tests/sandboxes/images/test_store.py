@@ -544,7 +544,8 @@ def test_a_process_that_dies_holds_nothing(place: Path, ids: IdMap) -> None:
         [
             sys.executable,
             "-c",
-            "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(); sys.stdin.read()",
+            # Flushed: only where PYTHONUNBUFFERED is set a line goes out by itself.
+            "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 1); print(flush=True); sys.stdin.read()",
             str(image.layers[0].with_name(f"{image.layers[0].name}.json")),
         ],
         stdin=subprocess.PIPE,

@@ -115,6 +115,7 @@ def sample_groups(
     episode_seed: int = 0,
     ordered: bool = False,
     unscored_only: bool = False,
+    outages_only: bool = False,
     whole: bool = False,
 ) -> Iterator[SampleGroup]:
     """Groups of some shards that still have to be run, tokenized on demand.
@@ -125,6 +126,7 @@ def sample_groups(
         episode_seed: The base seed of episodes, which do not depend on how the policy is sampled.
         ordered: Number the groups of each shard, those that are done, too.
         unscored_only: Only the samples that lack nothing but a score.
+        outages_only: And of these only those that an outage left without it.
         whole: A group waits for all of its samples: leave out one that these would not complete.
     """
     numbers = {shard: itertools.count() for shard in shards}
@@ -139,7 +141,9 @@ def sample_groups(
             continue
         keep, missing = group.keep - stored, [key for key in keys if key not in done.stored]
         if unscored_only:
-            missing = [key for key in missing if key in done.unscored]
+            missing = [
+                key for key in missing if key in done.unscored and not (outages_only and done.unscored.is_broken(key))
+            ]
             if not missing or (whole and len(missing) < keep):
                 continue
             keep = min(keep, len(missing))

@@ -22,8 +22,8 @@ class UnscoredTrajectories:
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
-        # Attempt, and place in the file.
-        self._lines: dict[TrajectoryKey, tuple[int, int]] = {}
+        # Attempt, place in the file, and whether it was the environment's fault.
+        self._lines: dict[TrajectoryKey, tuple[int, int, bool]] = {}
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -33,16 +33,20 @@ class UnscoredTrajectories:
 
     def add(self, failure: FailureRecord) -> None:
         """Take a line; an older one than is known of its trajectory does not count."""
-        if not failure.unscored or failure.attempt < self._lines.get(failure.key, (0, 0))[0]:
+        if not failure.unscored or failure.attempt < self._lines.get(failure.key, (0, 0, False))[0]:
             return
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="kuberoll-")  # noqa: SIM115 - removed with this object
-        self._lines[failure.key] = failure.attempt, self._file.seek(0, 2)
+        self._lines[failure.key] = failure.attempt, self._file.seek(0, 2), failure.kind == "environment"
         self._file.write(encode_line(failure))
 
     def attempt(self, key: TrajectoryKey) -> int:
         """The attempt that left a trajectory unscored; -1: none did."""
-        return self._lines.get(key, (-1, 0))[0]
+        return self._lines.get(key, (-1, 0, False))[0]
+
+    def is_broken(self, key: TrajectoryKey) -> bool:
+        """True if the environment itself failed, and would again; False for one that an outage left unscored."""
+        return key in self._lines and self._lines[key][2]
 
     def discard(self, key: TrajectoryKey) -> None:
         """Forget a trajectory."""

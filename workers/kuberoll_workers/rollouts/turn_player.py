@@ -68,9 +68,11 @@ class TurnPlayer:
 
     async def play(self, flight: InFlight, barrier: Barrier | None = None) -> None:
         await self._begin(flight)
+        responded = flight.trajectory.awaits_step
         while not flight.is_over:
-            if not flight.trajectory.awaits_step:
+            if not responded:
                 await self._generate(flight)
+            responded = False
             if barrier is not None:
                 await barrier()
             await self._step(flight)

@@ -108,7 +108,7 @@ class Progress:
     """Counts of one worker since it started; trajectories stored earlier are counted in `resumed` only.
 
     Attributes:
-        unscored: Failed trajectories that only lack a score.
+        unscored, outages: Failed trajectories that only lack a score, and those of them that an outage left so.
         dropped: Dropped trajectories, `filtered` of them with their whole group: filtered out, or too old.
         generating, stepping: Trajectories that wait for generation, or for an environment, now.
         ended_turns, received_tokens: Turns and generated tokens, with those of unfinished trajectories.
@@ -121,6 +121,7 @@ class Progress:
     trajectories: int = 0
     failed: int = 0
     unscored: int = 0
+    outages: int = 0
     dropped: int = 0
     filtered: int = 0
     turns: int = 0
@@ -155,11 +156,12 @@ class Progress:
                 setattr(total, item.name, all(values) if item.name in ("done", "complete") else sum(values))
         return total
 
-    def forget_unscored(self) -> None:
-        """Take an unscored trajectory from the counts: it was played again, and its new result is counted."""
-        if self.unscored:
+    def forget_outage(self) -> None:
+        """Take one that an outage left unscored from the counts: it was played again, and its new result is counted."""
+        if self.outages:
             self.failed -= 1
             self.unscored -= 1
+            self.outages -= 1
 
     def update(self, activity: Activity) -> None:
         """Take over the counts of the present work."""
@@ -172,6 +174,7 @@ class Progress:
         if isinstance(result, FailureRecord):
             self.failed += 1
             self.unscored += result.unscored
+            self.outages += result.unscored and result.kind != "environment"
             return
         if isinstance(result, DroppedRecord):
             self.dropped += 1

@@ -124,8 +124,8 @@ async def run_worker(
         lock_report: As `waiting` of `shard_locks.hold_shards`.
         feed: Takes what is written to an object store, for consumers on the direct path.
 
-    What could not be scored is tried once more at the end, unless a trainer holds the run back: its groups do not wait
-    so long.
+    What an outage left unscored is tried once more at the end, unless a trainer holds the run back: its groups do not
+    wait so long.
 
     Returns:
         True if the shards are done; False if drained first.
@@ -155,9 +155,9 @@ async def run_worker(
         feed=feed,
     )
     done = await play()
-    if done and progress.unscored and pace_of(job) is None:
-        _log.info("%d trajectories could not be scored: they are scored again", progress.unscored)
-        done = await play(unscored_only=True)
+    if done and progress.outages and pace_of(job) is None:
+        _log.info("%d trajectories could not be scored: they are scored again", progress.outages)
+        done = await play(unscored_only=True, outages_only=True)
     return done
 
 
@@ -175,6 +175,7 @@ async def play_shards(
     lock_report: Callable[[str | None], None] = lambda _waiting: None,
     feed: PartFeed | None = None,
     unscored_only: bool = False,
+    outages_only: bool = False,
     stores: Callable[[Result], bool] = lambda _result: True,
 ) -> bool:
     """Play what a run's shards lack, once; see `run_worker`.
@@ -183,6 +184,7 @@ async def play_shards(
         tokenizer: With the job's chat template.
         unscored_only: Play those trajectories only that lack nothing but a score, and of groups that wait for all of
             their trajectories those that lack nothing else.
+        outages_only: Of these only those that an outage left without it.
         stores: False for a result that is not to be stored.
     """
     job = config.job
@@ -203,7 +205,7 @@ async def play_shards(
             nonlocal durable
             durable += 1
             if unscored_only:
-                progress.forget_unscored()
+                progress.forget_outage()
             progress.add(result)
 
         store = ResultStore(
@@ -244,6 +246,7 @@ async def play_shards(
             episode_seed=base_seed,
             ordered=pace is not None,
             unscored_only=unscored_only,
+            outages_only=outages_only,
             whole=policy_of_groups.defers_results,
         )
         stack.enter_context(endpoint_variables(environments_policy(config), config.services))
