@@ -132,6 +132,7 @@ class TestPods(PodContract):
     """The contract of pods."""
 
     ways_to_end = ("delete", "kill")
+    events = frozenset({("delete", "Deleted"), ("delete", "Error"), ("kill", "Error")})
 
     async def test_a_pod_that_ends_while_it_starts_says_why(
         self, machines: Machines, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
