@@ -473,12 +473,12 @@ def test_which_failure_leaves_a_trajectory_unscored(reason: Any, turns: int) -> 
     failure = TrajectoryFailed("gone", reason=reason, stage="environment")
     row = REASONS[reason]
     expected = row.keeps_turns or (turns == 1 and row.kind == "environment")
-    assert leaves_unscored(failure, turns=turns, awaits_step=True) is expected
+    assert leaves_unscored(failure, turns=turns, awaits_step=True, ended=False) is expected
     # Without a response that waits there is nothing to score.
-    assert not leaves_unscored(failure, turns=turns, awaits_step=False)
+    assert not leaves_unscored(failure, turns=turns, awaits_step=False, ended=True)
     of_group = TrajectoryFailed("gone", reason=reason, stage="group")
-    assert leaves_unscored(of_group, turns=turns, awaits_step=False)
-    assert not leaves_unscored(of_group, turns=turns, awaits_step=True)
+    assert leaves_unscored(of_group, turns=turns, awaits_step=False, ended=True)
+    assert not leaves_unscored(of_group, turns=turns, awaits_step=True, ended=False)
 
 
 def test_turns_that_are_not_those_of_the_messages_are_refused() -> None:

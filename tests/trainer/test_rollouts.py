@@ -138,6 +138,13 @@ def test_a_group_waits_for_what_can_still_be_scored(run: WrittenRun) -> None:
     assert rollouts.counts == Counts(groups=2, trajectories=3, short_groups=1, failed_groups=1)
 
 
+def test_what_the_environment_has_broken_is_not_waited_for(run: WrittenRun) -> None:
+    """The run does not try it again by itself."""
+    rollouts = Rollouts.open(str(run.path))
+    run.write(trajectory(0, 0), unscored(0, 1, kind="environment"))
+    assert members(rollouts, wait=False) == [[(0, 0)]]
+
+
 def test_what_is_unscored_at_the_end_leaves_a_short_group(run: WrittenRun) -> None:
     rollouts = Rollouts.open(str(run.path))
     run.write(*(trajectory(task, 0) for task in range(3)), *(unscored(task, 1) for task in range(3)))

@@ -72,7 +72,7 @@ class GroupRules:
         shards: Number of shards.
         groups: Number of groups: one for each row in each pass; None: passes have no end.
         wanted: Number of groups to keep; None: all.
-        scores_again: The run tries again, before it ends, to score what only lacks a score.
+        scores_again: The run tries again, before it ends, to score what an outage left without a score.
     """
 
     repeats: Mapping[str, int]
@@ -221,7 +221,7 @@ class _OpenGroup:
     failures: dict[int, int] = field(default_factory=dict)
     """Latest failed attempt by rollout index."""
     unscored: set[int] = field(default_factory=set)
-    """Those of `failures` that only lack a score."""
+    """Those of `failures` that an outage left without a score."""
     ended_together: int = -1
     """Latest attempt of a failure that ended the whole group; -1: none."""
     order: int | None = None
@@ -327,7 +327,7 @@ class GroupTracker:
         rollout, attempt = record.rollout_index, record.attempt
         if attempt >= group.failures.get(rollout, 0):
             group.failures[rollout] = attempt
-            (group.unscored.add if record.unscored else group.unscored.discard)(rollout)
+            (group.unscored.add if record.outage else group.unscored.discard)(rollout)
         if record.stage == GROUP_STAGE:
             group.ended_together = max(record.attempt, group.ended_together)
         self._touched.add(key)

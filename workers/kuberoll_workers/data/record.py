@@ -173,6 +173,11 @@ class FailureRecord:
         """True if it only lacks a score."""
         return self.turns is not None
 
+    @property
+    def outage(self) -> bool:
+        """True if an outage left it unscored, so that a run tries it again by itself; not if the environment failed."""
+        return self.unscored and self.kind != "environment"
+
 
 @dataclass(slots=True)
 class DroppedRecord:

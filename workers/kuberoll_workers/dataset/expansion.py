@@ -8,6 +8,7 @@ import itertools
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import orjson
 
@@ -20,6 +21,10 @@ from kuberoll_workers.dataset.gym_rows import names_agent, row_of_dataset, task_
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition
 from kuberoll_workers.output.run_state import RunState
 from kuberoll_workers.rollouts.seeds import task_seed, trajectory_seed
+
+Lacking = Literal["anything", "score", "score by an outage"]
+"""What trajectories lack that are played: some of their turns or only a score, a score alone, or one that an outage
+has cost them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +119,7 @@ def sample_groups(
     seed: int | None,
     episode_seed: int = 0,
     ordered: bool = False,
-    unscored_only: bool = False,
-    outages_only: bool = False,
+    lacking: Lacking = "anything",
     whole: bool = False,
 ) -> Iterator[SampleGroup]:
     """Groups of some shards that still have to be run, tokenized on demand.
@@ -125,8 +129,7 @@ def sample_groups(
         seed: The job's base seed, for rows without one; None for random sampling.
         episode_seed: The base seed of episodes, which do not depend on how the policy is sampled.
         ordered: Number the groups of each shard, those that are done, too.
-        unscored_only: Only the samples that lack nothing but a score.
-        outages_only: And of these only those that an outage left without it.
+        lacking: What samples lack that are taken.
         whole: A group waits for all of its samples: leave out one that these would not complete.
     """
     numbers = {shard: itertools.count() for shard in shards}
@@ -140,10 +143,9 @@ def sample_groups(
         if stored >= group.keep or any(key in done.filtered for key in keys):
             continue
         keep, missing = group.keep - stored, [key for key in keys if key not in done.stored]
-        if unscored_only:
-            missing = [
-                key for key in missing if key in done.unscored and not (outages_only and done.unscored.is_broken(key))
-            ]
+        if lacking != "anything":
+            takes = done.unscored.is_outage if lacking == "score by an outage" else done.unscored.__contains__
+            missing = [*filter(takes, missing)]
             if not missing or (whole and len(missing) < keep):
                 continue
             keep = min(keep, len(missing))

@@ -130,7 +130,7 @@ async def _score(job: RolloutJob, options: RunOptions, preflight: Preflight, man
         policy=_NoPolicy(),
         tokenizer=job_tokenizer(job, tokenizer, clock=manifest.created),
         failures=scores.failures,
-        unscored_only=True,
+        lacking="score",
         stores=stores,
     )
     return scores

@@ -22,11 +22,8 @@ class UnscoredTrajectories:
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
-        # Attempt, place in the file, and whether it was the environment's fault.
+        # Attempt, place in the file, and whether it was an outage.
         self._lines: dict[TrajectoryKey, tuple[int, int, bool]] = {}
-
-    def __len__(self) -> int:
-        return len(self._lines)
 
     def __contains__(self, key: TrajectoryKey) -> bool:
         return key in self._lines
@@ -37,15 +34,15 @@ class UnscoredTrajectories:
             return
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="kuberoll-")  # noqa: SIM115 - removed with this object
-        self._lines[failure.key] = failure.attempt, self._file.seek(0, 2), failure.kind == "environment"
+        self._lines[failure.key] = failure.attempt, self._file.seek(0, 2), failure.outage
         self._file.write(encode_line(failure))
 
     def attempt(self, key: TrajectoryKey) -> int:
         """The attempt that left a trajectory unscored; -1: none did."""
         return self._lines.get(key, (-1, 0, False))[0]
 
-    def is_broken(self, key: TrajectoryKey) -> bool:
-        """True if the environment itself failed, and would again; False for one that an outage left unscored."""
+    def is_outage(self, key: TrajectoryKey) -> bool:
+        """True if an outage left a trajectory unscored (`FailureRecord.outage`)."""
         return key in self._lines and self._lines[key][2]
 
     def discard(self, key: TrajectoryKey) -> None:

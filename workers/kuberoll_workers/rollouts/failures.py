@@ -74,7 +74,7 @@ def is_retryable(error: Exception) -> bool:
     return isinstance(error, PolicyUnavailable | EnvironmentFault) and not isinstance(error, RowFault)
 
 
-def leaves_unscored(failure: TrajectoryFailed, *, turns: int, awaits_step: bool) -> bool:
+def leaves_unscored(failure: TrajectoryFailed, *, turns: int, awaits_step: bool, ended: bool) -> bool:
     """True if all that a failed trajectory lacks is a score: a later attempt need not generate its turns again.
 
     Its group could not be scored, or the environment could not take its newest response for a reason that lies in none
@@ -83,9 +83,10 @@ def leaves_unscored(failure: TrajectoryFailed, *, turns: int, awaits_step: bool)
     Args:
         turns: Number of its responses.
         awaits_step: The environment has not taken the newest one.
+        ended: It has ended, and waited for its group.
     """
     if failure.stage == "group":
-        return turns > 0 and not awaits_step
+        return turns > 0 and ended
     if not awaits_step:
         return False
     return REASONS[failure.cause.reason].keeps_turns or (turns == 1 and failure.kind == "environment")

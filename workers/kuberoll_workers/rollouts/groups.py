@@ -131,7 +131,7 @@ class GroupRun:
         # Finished trajectories whose results wait for the group.
         self._held: list[InFlight] = []
         self._failure: FailureRecord | None = None
-        self._unscored = 0
+        self._outages = 0
         self._stale = False
         # Samples of a stale group that will not be started.
         self._unstarted: list[Sample] = []
@@ -211,7 +211,7 @@ class GroupRun:
         else:
             if isinstance(result, FailureRecord):
                 self._failure = self._failure or result
-                self._unscored += result.unscored
+                self._outages += result.outage
             self._due(flight, result, due)
         self._stop_unneeded(due)
         return due
@@ -239,8 +239,8 @@ class GroupRun:
 
     @property
     def _possible(self) -> int:
-        """Number of samples that may finish; an unscored one completes the group in a later attempt."""
-        return len(self._finished) + len(self._in_flight) + len(self._todo) + self._unscored
+        """Number of samples that may finish; what an outage left unscored does so in a later attempt."""
+        return len(self._finished) + len(self._in_flight) + len(self._todo) + self._outages
 
     def _stop_unneeded(self, due: list[DueResult]) -> None:
         if self._stale:

@@ -267,11 +267,11 @@ class InFlight:
         if self.failure is not None:
             record = trajectory.failure_record(self.failure)
             record.seconds = round(self._unaccounted(self._over), 3)
-            ended = trajectory.awaits_step or trajectory.stop_reason is not None
-            if (
-                self.restorable
-                and ended
-                and leaves_unscored(self.failure, turns=trajectory.turn, awaits_step=trajectory.awaits_step)
+            if self.restorable and leaves_unscored(
+                self.failure,
+                turns=trajectory.turn,
+                awaits_step=trajectory.awaits_step,
+                ended=trajectory.stop_reason is not None,
             ):
                 set_turns_to_score(record, trajectory.turns_to_score())
                 # Nothing of it is thrown away.

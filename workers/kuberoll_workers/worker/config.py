@@ -174,7 +174,7 @@ class Progress:
         if isinstance(result, FailureRecord):
             self.failed += 1
             self.unscored += result.unscored
-            self.outages += result.unscored and result.kind != "environment"
+            self.outages += result.outage
             return
         if isinstance(result, DroppedRecord):
             self.dropped += 1

@@ -13,7 +13,7 @@ from typing import Any
 from kuberoll_workers.data.provenance import model_commit, rendering_of
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
-from kuberoll_workers.dataset.expansion import sample_groups
+from kuberoll_workers.dataset.expansion import Lacking, sample_groups
 from kuberoll_workers.dataset.inputs import prompt_groups, repeats_of
 from kuberoll_workers.environments.served_models import endpoint_variables
 from kuberoll_workers.output.part_feed import PartFeed
@@ -114,6 +114,9 @@ async def run_worker(
 ) -> bool:
     """Run the config's shards until they are done or drained.
 
+    What an outage left unscored is tried once more at the end, unless a trainer holds the run back: its groups do not
+    wait so long.
+
     Args:
         progress: Updated as trajectories are stored.
         policy: Used instead of the endpoint.
@@ -123,9 +126,6 @@ async def run_worker(
         pace_report: Called whenever who waits for whom has changed: the worker for the run's trainer, or that for it.
         lock_report: As `waiting` of `shard_locks.hold_shards`.
         feed: Takes what is written to an object store, for consumers on the direct path.
-
-    What an outage left unscored is tried once more at the end, unless a trainer holds the run back: its groups do not
-    wait so long.
 
     Returns:
         True if the shards are done; False if drained first.
@@ -157,7 +157,7 @@ async def run_worker(
     done = await play()
     if done and progress.outages and pace_of(job) is None:
         _log.info("%d trajectories could not be scored: they are scored again", progress.outages)
-        done = await play(unscored_only=True, outages_only=True)
+        done = await play(lacking="score by an outage")
     return done
 
 
@@ -174,17 +174,15 @@ async def play_shards(
     pace_report: Callable[[PaceReport], None] = lambda _report: None,
     lock_report: Callable[[str | None], None] = lambda _waiting: None,
     feed: PartFeed | None = None,
-    unscored_only: bool = False,
-    outages_only: bool = False,
+    lacking: Lacking = "anything",
     stores: Callable[[Result], bool] = lambda _result: True,
 ) -> bool:
     """Play what a run's shards lack, once; see `run_worker`.
 
     Args:
         tokenizer: With the job's chat template.
-        unscored_only: Play those trajectories only that lack nothing but a score, and of groups that wait for all of
-            their trajectories those that lack nothing else.
-        outages_only: Of these only those that an outage left without it.
+        lacking: What trajectories lack that are played; of groups that wait for all of theirs, those that are
+            complete with them.
         stores: False for a result that is not to be stored.
     """
     job = config.job
@@ -204,7 +202,7 @@ async def play_shards(
         def count(result: Result) -> None:
             nonlocal durable
             durable += 1
-            if unscored_only:
+            if lacking != "anything":
                 progress.forget_outage()
             progress.add(result)
 
@@ -234,7 +232,7 @@ async def play_shards(
         for spec in job.spec.environments:
             metrics.environment(spec.name).set_step_timeout(spec.call_seconds)
         rows_of = isolated_environment_factory(job, protected=local_paths(config.output, config.turns))
-        pace = None if unscored_only else pace_of(job)
+        pace = pace_of(job) if lacking == "anything" else None
         policy_of_groups = group_policy(config, store.state)
         groups = sample_groups(
             prompt_groups(job, base=Path(config.base), environment=rows_of, blocks=config.blocks),
@@ -245,8 +243,7 @@ async def play_shards(
             seed=base_seed,
             episode_seed=base_seed,
             ordered=pace is not None,
-            unscored_only=unscored_only,
-            outages_only=outages_only,
+            lacking=lacking,
             whole=policy_of_groups.defers_results,
         )
         stack.enter_context(endpoint_variables(environments_policy(config), config.services))
