@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.data.record import (
@@ -37,10 +36,10 @@ from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
 from kuberoll_workers.rollouts.scheduling import run_groups
-from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker.config import Progress, WorkerConfig
 from kuberoll_workers.worker.run import run_worker
+from tests.rollouts.counting import counting_engine
 from tests.rollouts.fakes import ScriptedPolicy, rollout_of, sample, until
 
 ROOT = Path(__file__).parents[2]
@@ -288,20 +287,6 @@ def job(directory: Path, **spec: Any) -> RolloutJob:
     )
 
 
-class CountingEngine:
-    """A simulated engine that counts its requests, and announces each."""
-
-    def __init__(self, engine: Simulated, point: Any) -> None:
-        self._engine = engine
-        self._point = point
-        self.requests: list[str] = []
-
-    async def generate(self, request: GenerationRequest) -> Any:
-        self._point()
-        self.requests.append(request.request_id)
-        return await self._engine.generate(request)
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer.load(str(TINY))
@@ -309,14 +294,7 @@ def tokenizer() -> HuggingFaceTokenizer:
 
 async def run(output: Path, tokenizer: HuggingFaceTokenizer, point: Any = lambda: None, **spec: Any) -> list[str]:
     """Run all shards of the job, or what is left of them; the requests that were made."""
-    engine = Simulated(
-        model="none",
-        tokenizer=str(TINY),
-        settings=SimulatedEngine.model_validate({"responses": ["a", "bb", "ccc", "dd"], "firstTokenSeconds": 0.0}),
-        engine_args={"max_model_len": 512},
-    )
-    await engine.start()
-    counting = CountingEngine(engine, point)
+    counting = await counting_engine(TINY, ["a", "bb", "ccc", "dd"], point)
     config = WorkerConfig(
         job=job(output.parent, **spec),
         base="/",

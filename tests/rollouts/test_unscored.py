@@ -18,7 +18,6 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.causes import REASONS
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
@@ -35,32 +34,20 @@ from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.output import records
 from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.output.unscored import turns_to_score
-from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
+from kuberoll_workers.policy.interface import GenerationResult
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.failures import TrajectoryFailed, leaves_unscored
 from kuberoll_workers.rollouts.trajectory import Trajectory
-from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker.config import Progress, WorkerConfig
 from kuberoll_workers.worker.run import run_worker
 from tests.environments.judge_server import Judge, equality, serving
+from tests.rollouts.counting import counting_engine
 from tests.rollouts.fakes import sample
 from tests.rollouts.fakes import settings as settings_of
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "models" / "tiny-policy"
-
-
-class Counting:
-    """A simulated engine that notes what it is asked for."""
-
-    def __init__(self, engine: Simulated) -> None:
-        self._engine = engine
-        self.requests: list[str] = []
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        self.requests.append(request.request_id)
-        return await self._engine.generate(request)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +78,7 @@ def job(environment: dict[str, Any], **spec: Any) -> RolloutJob:
 
 async def run(output: Path, tokenizer: HuggingFaceTokenizer, made: RolloutJob, *, journaled: bool = True) -> Any:
     """Run what is left of a job; what the engine was asked, and the worker's counts."""
-    engine = Simulated(
-        model="none",
-        tokenizer=str(TINY),
-        settings=SimulatedEngine.model_validate({"responses": ["yes", "no", "left", "up"], "firstTokenSeconds": 0.0}),
-        engine_args={"max_model_len": 512},
-    )
-    await engine.start()
-    counting, progress = Counting(engine), Progress()
+    counting, progress = await counting_engine(TINY, ["yes", "no", "left", "up"]), Progress()
     config = WorkerConfig(
         job=made,
         base="/",
@@ -245,24 +225,32 @@ async def test_a_judge_that_comes_back_during_the_run_costs_nothing(
     assert len(failed(tmp_path)) in (6, 7)
 
 
+def rooms(directory: Path, name: str, **config: Any) -> dict[str, Any]:
+    """An environment of `outages`."""
+    return {
+        "name": "rooms",
+        "entrypoint": f"tests.rollouts.outages:{name}",
+        "isolation": "Inline",
+        "config": {"directory": str(directory), **config},
+    }
+
+
+ONE_ATTEMPT = {"environmentAttempts": 1, "backoffSeconds": 0.01}
+
+
 @pytest.mark.parametrize("name", ["Rooms", "ReplayedRooms", "ClosedRooms"])
 @pytest.mark.parametrize("scheduling", ["Concurrent", "Lockstep"])
 async def test_a_step_in_the_middle_is_taken_again_without_its_response(
     tmp_path: Path, tokenizer: HuggingFaceTokenizer, name: str, scheduling: str
 ) -> None:
-    environment = {
-        "name": "rooms",
-        "entrypoint": f"tests.rollouts.outages:{name}",
-        "isolation": "Inline",
-        "config": {"directory": str(tmp_path)},
-    }
+    environment = rooms(tmp_path, name)
     made = job(
         environment,
         rollout={
             "concurrency": 8,
             "maxTurns": 4,
             "scheduling": scheduling,
-            "retries": {"environmentAttempts": 1, "backoffSeconds": 0.01},
+            "retries": ONE_ATTEMPT,
         },
     )
     output = tmp_path / "output"
@@ -287,13 +275,8 @@ async def test_a_step_in_the_middle_is_taken_again_without_its_response(
 async def test_an_environment_that_cannot_restore_its_state_starts_over(
     tmp_path: Path, tokenizer: HuggingFaceTokenizer
 ) -> None:
-    environment = {
-        "name": "rooms",
-        "entrypoint": "tests.rollouts.outages:RestartedRooms",
-        "isolation": "Inline",
-        "config": {"directory": str(tmp_path)},
-    }
-    made = job(environment, rollout={"maxTurns": 4, "retries": {"environmentAttempts": 1, "backoffSeconds": 0.01}})
+    environment = rooms(tmp_path, "RestartedRooms")
+    made = job(environment, rollout={"maxTurns": 4, "retries": ONE_ATTEMPT})
     output = tmp_path / "output"
     output.mkdir()
     (tmp_path / "out-2").touch()
@@ -319,7 +302,7 @@ async def test_a_group_whose_scorer_was_out_is_scored_as_a_whole_later(
         rollout={
             "maxTurns": 2,
             "groups": {"atomic": atomic},
-            "retries": {"environmentAttempts": 1, "backoffSeconds": 0.01},
+            "retries": ONE_ATTEMPT,
         },
     )
     output = tmp_path / "output"
@@ -341,7 +324,7 @@ async def test_an_atomic_group_waits_for_the_score_of_one(tmp_path: Path, tokeni
             environment,
             rollout={
                 "groups": {"atomic": True},
-                "retries": {"environmentAttempts": 1, "backoffSeconds": 0.01},
+                "retries": ONE_ATTEMPT,
             },
         )
         asked, progress = await run(tmp_path, tokenizer, made)
@@ -366,7 +349,7 @@ def test_whenever_the_judge_is_out_each_response_is_sampled_once(
     async def play(output: Path) -> None:
         asked: list[str] = []
         async with judge_with_outages(out=False) as (judge, environment):
-            rollout = {"groups": {"atomic": atomic}, "retries": {"environmentAttempts": 1, "backoffSeconds": 0.01}}
+            rollout = {"groups": {"atomic": atomic}, "retries": ONE_ATTEMPT}
             for part in [*outages, []]:
                 judge.answer = answers_of(part)
                 requests, _ = await run(output, tokenizer, job(environment, rollout=rollout), journaled=journaled)
@@ -384,16 +367,11 @@ def test_whenever_the_judge_is_out_each_response_is_sampled_once(
 
 async def test_what_is_not_tried_again_still_counts_as_failed(tmp_path: Path, tokenizer: HuggingFaceTokenizer) -> None:
     """Of atomic groups one sample has failed for good: scoring the others would complete none."""
-    environment = {
-        "name": "rooms",
-        "entrypoint": "tests.rollouts.outages:Rooms",
-        "isolation": "Inline",
-        "config": {"directory": str(tmp_path), "broken": "left"},
-    }
+    environment = rooms(tmp_path, "Rooms", broken="left")
     rollout = {
         "maxTurns": 4,
         "groups": {"atomic": True},
-        "retries": {"environmentAttempts": 1, "backoffSeconds": 0.01},
+        "retries": ONE_ATTEMPT,
     }
     output = tmp_path / "output"
     output.mkdir()
