@@ -352,10 +352,11 @@ def rows_of(job: RolloutJob, *, base: Path, environment: EnvironmentSource, leav
     """
     expected = itertools.count()
     number = next(expected)
-    groups = prompt_groups(job, base=base, environment=environment, epochs=1)
     if leave_out:
         valid = checked_rows(job, base=base, environment=environment, refused=lambda error: None)  # noqa: ARG005
         groups = expand(valid, repeats_of(job))
+    else:
+        groups = prompt_groups(job, base=base, environment=environment, epochs=1)
     for group in groups:
         if group.task_index == number:
             number = next(expected)

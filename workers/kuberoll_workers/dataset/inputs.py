@@ -16,7 +16,7 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.dataset.expansion import PromptGroup, expand
 from kuberoll_workers.dataset.passes import passes
-from kuberoll_workers.dataset.reading import EnvironmentSource, read_rows
+from kuberoll_workers.dataset.reading import EnvironmentSource, accepted, read_rows
 from kuberoll_workers.dataset.row_checks import RowChecks
 from kuberoll_workers.dataset.rows import SOURCE_FIELD, DatasetError, Row
 from kuberoll_workers.environments.registry import UnusableEnvironment
@@ -267,15 +267,12 @@ def checked_rows(
         DatasetError: A row is invalid.
     """
     checks = _row_checks(job)
-    for row in _rows(job, base, environment, refused):
-        try:
-            checks.check(row)
-        except DatasetError as error:
-            if refused is None:
-                raise
-            refused(error)
-        else:
-            yield row
+
+    def checked(row: Row) -> Row:
+        checks.check(row)
+        return row
+
+    yield from accepted(_rows(job, base, environment, refused), checked, refused)
 
 
 def _row_checks(job: RolloutJob) -> RowChecks:

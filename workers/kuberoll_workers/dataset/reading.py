@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from kuberoll_api.model.dataset import Dataset, DatasetPart, DatasetSource, GeneratorSource, PromptTemplate
 from kuberoll_api.paths import Path as ManifestPath
@@ -21,7 +22,9 @@ from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.outcome import EnvironmentFault
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
-__all__ = ["DatasetError", "EnvironmentSource", "Row", "RowPosition", "parse_row", "read_rows"]
+__all__ = ["DatasetError", "EnvironmentSource", "Row", "RowPosition", "accepted", "parse_row", "read_rows"]
+
+_Found = TypeVar("_Found")
 
 EnvironmentSource = Callable[[str], EnvironmentInterface]
 """Creates an environment by its name in the job; called only if an environment generates rows."""
@@ -50,9 +53,24 @@ def read_rows(
         DatasetError: The source cannot be read, or a row is invalid.
     """
     readers = _readers(dataset, base, task_names, environment, gym_agents, types or {})
-    for numbered in itertools.islice(_ordered(dataset, readers), dataset.limit):
+    numbered = itertools.islice(_ordered(dataset, readers), dataset.limit)
+    yield from accepted(numbered, lambda found: readers[found.part].parse(found), refused)
+
+
+def accepted(
+    found: Iterable[_Found], read: Callable[[_Found], Row], refused: Callable[[DatasetError], None] | None
+) -> Iterator[Row]:
+    """The rows that are made of what was found.
+
+    Args:
+        refused: Called with the error of each that cannot be, which is then left out; None to raise it.
+
+    Raises:
+        DatasetError: One cannot be.
+    """
+    for one in found:
         try:
-            row = readers[numbered.part].parse(numbered)
+            row = read(one)
         except DatasetError as error:
             if refused is None:
                 raise
