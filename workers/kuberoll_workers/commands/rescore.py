@@ -93,6 +93,7 @@ def rescore(
 def _score_failed(job: RolloutJob, base: Path, run: str, *, force: bool) -> int:
     """Score what a run left unscored; returns the exit code."""
     from kuberoll_workers.analysis.aggregation.aggregates import aggregate
+    from kuberoll_workers.data.record import RecordError
     from kuberoll_workers.data.tracebacks import with_frames
     from kuberoll_workers.dataset.rows import DatasetError
     from kuberoll_workers.environments.registry import UnusableEnvironment
@@ -106,7 +107,7 @@ def _score_failed(job: RolloutJob, base: Path, run: str, *, force: bool) -> int:
     try:
         scores = score_unscored(job, base=base, output=run, force=force)
         aggregate([files := RunFiles(run)], make=environment_factory(job)).write_beside(files)
-    except (DatasetError, JobRefused, JournalBroken, StorageError, UnusableEnvironment) as error:
+    except (DatasetError, JobRefused, JournalBroken, RecordError, StorageError, UnusableEnvironment) as error:
         click.echo(visible(with_frames(error)), err=True)
         return 2
     names = sorted({*scores.scored, *scores.continuing, *scores.left})

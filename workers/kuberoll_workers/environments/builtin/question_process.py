@@ -107,17 +107,10 @@ class QuestionProcess:
             line = process.stdout.readline() if ready else b""
             return json.loads(line)
         except (OSError, ValueError) as error:
-            ended = self._ended(process)
+            number = _signal(process)
             self._end()
-            self._refuse_if_from_outside(-ended)
+            self._refuse_if_from_outside(number)
             raise ProcessFailed(f"the process of {self._options[0]} did not answer: {error}") from error
-
-    def _ended(self, process: subprocess.Popen[bytes]) -> int:
-        """The exit code of a process that has closed its pipes; 0 if it goes on."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # One that does not answer goes on, and has had its time.
-            return process.wait(_END_SECONDS if _at_end(process) else 0)
-        return 0
 
     def _refuse_if_from_outside(self, number: int) -> None:
         if number in _FROM_OUTSIDE:
@@ -178,8 +171,12 @@ class QuestionProcess:
             process.wait()
 
 
-def _at_end(process: subprocess.Popen[bytes]) -> bool:
-    """True if there is nothing more to read of its replies."""
+def _signal(process: subprocess.Popen[bytes]) -> int:
+    """The number of the signal that ended a process which has not replied; not positive if none did, or it goes on."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], 0)
-    return bool(ready) and not process.stdout.peek(1)  # type: ignore[attr-defined]
+    at_end = bool(ready) and not process.stdout.peek(1)  # type: ignore[attr-defined]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        # One that does not answer goes on, and has had its time.
+        return -process.wait(_END_SECONDS if at_end else 0)
+    return 0
